@@ -1,4 +1,4 @@
-"""Models and synthetic data for the benchmarks of ViT-B-32: noise pictures, each with a caption of random words."""
+"""Models and synthetic data for the benchmarks of ViT-B-32: noise images, each with a caption of random words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders import clip
 
-#: Statistics of the pictures, for the silo and for the plain loop.
+#: Statistics of the images, for the silo and for the plain loop.
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 #: A model with ViT-B-32's parts that takes a thousandth of its time.
 _TINY = {
@@ -30,7 +30,7 @@ class ClipModel:
 
     Args:
         name: of the model, or path of its .json configuration.
-        edge: of its pictures [pixels].
+        edge: of its images [pixels].
         dim: of its embeddings.
     """
 
@@ -53,7 +53,7 @@ def _captions(n: int, generator: np.random.Generator) -> list[str]:
 
 
 def synthetic_dataset(model: ClipModel, n: int) -> SiloDataset:
-    """A silo dataset of n pictures, each with one caption."""
+    """A silo dataset of n images, each with one caption."""
     generator = np.random.default_rng(0)
     texts = _captions(n, generator)
     return SiloDataset(
@@ -66,16 +66,16 @@ def synthetic_dataset(model: ClipModel, n: int) -> SiloDataset:
 
 
 def synthetic_manifest(folder: Path, n: int) -> Path:
-    """Write n pictures of 64 x 64 and their captions as a manifest; returns its path."""
+    """Write n images of 64 x 64 and their captions as a manifest; returns its path."""
     generator = np.random.default_rng(0)
-    pictures = folder / "pictures"
-    pictures.mkdir()
+    images = folder / "images"
+    images.mkdir()
     path = folder / "list.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "captions"])
         for number, caption in enumerate(_captions(n, generator)):
-            name = f"pictures/{number:05d}.png"
+            name = f"images/{number:05d}.png"
             Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(folder / name)
             writer.writerow([name, caption])
     return path

@@ -40,7 +40,7 @@ class Size:
         pairs: number of pairs for the throughput; ``compared``: for the comparison with the CPU.
         batch: batch size for the throughput.
         repeats: repeats of the throughput.
-        pictures: number of synthetic pictures for the runs.
+        images: number of synthetic images for the runs.
         silos: number of silos in the run of rcsr_mr50_clip; also its numbers of rounds and hosts.
     """
 
@@ -48,13 +48,13 @@ class Size:
     compared: int = 32
     batch: int = 128
     repeats: int = 5
-    pictures: int = 1600
+    images: int = 1600
     silos: int = 30
     rounds: int = 6
     hosts: int = 4
 
 
-_SMOKE = Size(pairs=8, compared=8, batch=4, repeats=1, pictures=40, silos=4, rounds=2, hosts=2)
+_SMOKE = Size(pairs=8, compared=8, batch=4, repeats=1, images=40, silos=4, rounds=2, hosts=2)
 
 
 @dataclass
@@ -160,14 +160,14 @@ def peak_memory(device: str) -> Iterator[list[float]]:
 
 
 def _run(bench: Bench, out: str, *settings: str) -> tuple[dict[str, Any], float, float]:
-    """Run rcsr_mr50_clip with random weights on synthetic pictures.
+    """Run rcsr_mr50_clip with random weights on synthetic images.
 
     Returns:
         The summary, the seconds per round, and the peak memory of the device [GiB].
     """
     manifest = bench.folder / "list.csv"
     if not manifest.exists():
-        synthetic_manifest(bench.folder, bench.size.pictures)
+        synthetic_manifest(bench.folder, bench.size.images)
     common = (
         f"backbone.name={bench.model.name}",
         "backbone.pretrained=null",

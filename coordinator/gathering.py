@@ -39,7 +39,7 @@ def admission_of(
         saved: the checkpoint that the run resumes from.
 
     Raises:
-        InputError: the agreement of a run that is resumed is missing or damaged, or a picture cannot be read.
+        InputError: the agreement of a run that is resumed is missing or damaged, or an image cannot be read.
     """
     scenario = run.scenario
     if population is not None:

@@ -181,7 +181,7 @@ def _frozen(scenario: Scenario, data: RunData) -> dict[str, str]:
     if digests and scenario.backbone.adapter_site == "blocks":
         from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
 
-        # The encoders then only decode pictures and tokenise captions; the frozen weights are applied by the model.
+        # The encoders then only decode images and tokenise captions; the frozen weights are applied by the model.
         digests["blocks"] = weights_digest(scenario.backbone, scenario.seed, data.cache)
     return digests
 

@@ -168,7 +168,7 @@ def _photos(count: int = 9) -> dict[str, bytes]:
     return {f"{row}.png": _png(row) for row in range(count)}
 
 
-def _other_pictures() -> Folder:
+def _other_images() -> Folder:
     found: dict[str, bytes] = {}
     generator = numpy_generator(0, "fuzz", "formats")
     for row, ending in enumerate(("jpeg", "tiff", "webp", "gif", "bmp", "ppm", "png", "tif", "ico")):
@@ -282,7 +282,7 @@ def _published(name: str, write: Callable[[Path], object]) -> Kind:
 
 
 def _check(name: str, file: str, folder: Path) -> object:
-    """What ``fedmq data check`` does, which decodes every picture."""
+    """What ``fedmq data check`` does, which decodes every image."""
     facts = check_raw(Data(name=name, path=folder / file))
     show_data(facts, Console(file=io.StringIO(), width=100))
     json.dumps(facts.to_plain())
@@ -385,7 +385,7 @@ def _kinds() -> dict[str, Kind]:
         "pictures with texts": Kind(_texts, partial(_check, "folder", "")),
         "metadata.csv": Kind(partial(_imagefolder, "csv"), partial(_check, "folder", "")),
         "metadata.jsonl": Kind(partial(_imagefolder, "jsonl"), partial(_check, "folder", "")),
-        "pictures of other formats": Kind(_other_pictures, partial(_check, "manifest", "list.csv")),
+        "pictures of other formats": Kind(_other_images, partial(_check, "manifest", "list.csv")),
         "videos": Kind(_videos, _read_videos),
         "parquet": Kind(_parquet, partial(_check, "parquet", "t.parquet")),
         "parquet with paths": Kind(partial(_parquet, paths=True), partial(_check, "parquet", "t.parquet")),

@@ -153,9 +153,9 @@ def test_paths_pillow_images_arrays_and_tensors_give_the_same_embeddings(alone: 
         (7, "type int"),
     ],
 )
-def test_a_picture_that_cannot_be_read_is_named(alone: Path, picture: object, words: str) -> None:
+def test_a_image_that_cannot_be_read_is_named(alone: Path, image: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        fedmq.load(alone).embed_images([picture])
+        fedmq.load(alone).embed_images([image])
 
 
 def test_texts_are_checked(alone: Path) -> None:

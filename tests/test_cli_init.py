@@ -88,7 +88,7 @@ def test_a_question_with_a_wrong_answer_is_repeated_and_other_answers_are_kept(
     assert load(file, ["rounds=2"]).training.warmup_rounds == 1
 
 
-def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: Path) -> None:
     from fedmq.data import starter
 
     folder = photos(tmp_path / "photos", 9)
@@ -98,7 +98,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_picture_is_refused(tmp_path
     assert starter.count(folder).notes == (
         'for example 00.png: captions "a red wall, number 0"',
         "items left out (2): 03.png (no caption), 04.png (no caption)",
-        "text files without a picture next to them (1): 99.txt",
+        "text files without an image next to them (1): 99.txt",
     )
     (folder / "07.png").write_text("no picture")
     with pytest.raises(InputError, match=r"1 of 7 .*: 07\.png"):

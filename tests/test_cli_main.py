@@ -335,9 +335,9 @@ def test_a_linked_manifest_finds_its_images_next_to_the_link(
     monkeypatch.chdir(tmp_path)
     chosen = resolved_file(tiny, ["data={name: manifest, path: set/list.jsonl}"]).scenario
     assert chosen.data.path == tmp_path / "set" / "list.jsonl"
-    pictures = read_manifest(chosen.data).pictures
-    assert isinstance(pictures, ImageFiles)
-    assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
+    images = read_manifest(chosen.data).images
+    assert isinstance(images, ImageFiles)
+    assert images.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
         resolved_file(tiny, ["data={name: manifest, path: round.jsonl}"])

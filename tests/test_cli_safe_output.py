@@ -150,7 +150,7 @@ def test_every_command_s_output_is_harmless(text: str) -> None:
     names = (text,)
     facts = DataFacts(
         text, 1, 1, {"train": 1}, {text: 1}, 0, problems=names, missing=names, unreadable=names, silos=silos,
-        without_captions=names, without_image=names, duplicates_of_training_items=names, duplicates_by_picture=names,
+        without_captions=names, without_image=names, duplicates_of_training_items=names, duplicates_by_image=names,
         constant=names,
     )  # fmt: skip
     assert_harmless(on_console(lambda console: show_data(facts, console)))

@@ -47,12 +47,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def write(no_image: Any = None, no_text: Any = None, rows: Any = slice(None)) -> Path:
         path, more = folder / f"{next(counter)}.npz", {}
-        pictures, words = image.copy(), text.copy()
-        for name, lacking, values in (("image", no_image, pictures), ("text", no_text, words)):
+        images, words = image.copy(), text.copy()
+        for name, lacking, values in (("image", no_image, images), ("text", no_text, words)):
             if lacking is not None:
                 values[lacking] = np.nan
                 more[f"{name}_present"] = ~lacking[rows]
-        np.savez(path, image=pictures[rows], text=words[rows], labels=labels[rows], split=SPLIT[rows], site=SITE[rows],
+        np.savez(path, image=images[rows], text=words[rows], labels=labels[rows], split=SPLIT[rows], site=SITE[rows],
                  keys=np.array([f"item-{row:03d}" for row in range(N)])[rows], **more)  # fmt: skip
         return path
 

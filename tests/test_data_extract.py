@@ -296,7 +296,7 @@ def test_a_folder_of_frames_takes_precedence_over_its_video_file(tmp_path: Path)
     data_set_folders.msrvtt(tmp_path / "videos")
     (tmp_path / "videos" / "video1.mp4").write_bytes(b"cut off")
     found = SETS["msrvtt"].read(Data(name="msrvtt", path=tmp_path / "videos"))
-    assert len(found.pictures.frames(1)) == 12
+    assert len(found.images.frames(1)) == 12
 
 
 def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_a_missing_photo_is_refused_by_name_or_skipped(tmp_path: Path) -> None:
     assert found.keys == ("0.jpg", "2.jpg", "3.jpg", "5.jpg")
     assert found.captions.tolist() == [1, 3, 1, 3]
     data = Data(name="flickr8k", path=tmp_path / "set", missing="skip")
-    assert left_out(data) == "2 of 6 items left out: no picture"
+    assert left_out(data) == "2 of 6 items left out: no image"
     assert left_out(data.model_copy(update={"missing": "refuse"})) == ""
 
 
@@ -446,11 +446,11 @@ def test_an_image_is_resized_as_timm_does_for_the_tag(name: str, tag: str, mode:
     timm, torch = pytest.importorskip("timm"), pytest.importorskip("torch")
     how = timm.get_pretrained_cfg(f"{name}.{tag}")
     assert (how.crop_mode, how.crop_pct) == (mode, 0.95 if mode == "center" else 1.0)
-    picture = np.random.default_rng(3).integers(0, 256, (375, 500, 3), dtype=np.uint8)
+    image = np.random.default_rng(3).integers(0, 256, (375, 500, 3), dtype=np.uint8)
     encoder = image_encoder(Backbone(name=f"timm:{name}", pretrained=tag), 0, tmp_path, "cpu")
     config = timm.data.resolve_data_config(pretrained_cfg=how.to_dict()) | {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    theirs = timm.data.create_transform(**config)(Image.fromarray(picture))
-    assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
+    theirs = timm.data.create_transform(**config)(Image.fromarray(image))
+    assert np.array_equal(encoder.fit(image), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
 
 
 def test_images_for_a_timm_name_without_tags_are_resized_as_its_model_expects(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_timm_model_with_unsupported_preprocessing_is_refused(
     timm = pytest.importorskip("timm")
     usual = timm.get_pretrained_cfg("resnet10t")
     monkeypatch.setattr(timm, "get_pretrained_cfg", lambda _: replace(usual, **changed))
-    with pytest.raises(InputError, match=r"timm:resnet10t, whose pictures are .*crop_mode center or squash"):
+    with pytest.raises(InputError, match=r"timm:resnet10t, whose images are .*crop_mode center or squash"):
         image_encoder(Backbone(name="timm:resnet10t"), 0, tmp_path, "cpu")
 
 
@@ -478,9 +478,9 @@ def test_a_torchvision_vgg_file_yields_fc7_features(tmp_path: Path) -> None:
     torch.save(vgg.state_dict(), tmp_path / "vgg11.pth")
     backbone = Backbone(name="timm:vgg11", pretrained=str(tmp_path / "vgg11.pth"))
     model, how = timm_images.load(backbone, 0, "cpu")
-    picture = torch.rand(1, *how["input_size"])
+    image = torch.rand(1, *how["input_size"])
     with torch.inference_mode():
-        ours, theirs = model(picture), vgg.eval().features(picture)
+        ours, theirs = model(image), vgg.eval().features(image)
         fc7 = vgg.classifier[:5](theirs.flatten(1))
     assert ours.shape == (1, 4096)
     assert torch.allclose(ours, fc7, atol=1e-5)

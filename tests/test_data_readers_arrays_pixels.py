@@ -34,8 +34,8 @@ def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path:
     scipy_io.savemat(tmp_path / "label.mat", {"Label": np.eye(6, 32)})
     found = read_pixels(Data(name="ssense", path=tmp_path))
     for row in range(6):
-        assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
-    assert np.array_equal(found.pictures.subset([4, 2]).frames(1)[0], PIXELS[2])
+        assert np.array_equal(found.images.frames(row)[0], PIXELS[row])
+    assert np.array_equal(found.images.subset([4, 2]).frames(1)[0], PIXELS[2])
     assert found.bag is not None
     assert found.bag.dtype == np.uint8
     assert found.label_names[4] == "fine:00"
@@ -51,8 +51,8 @@ def test_pixels_of_any_dtype_are_read_if_they_are_whole_numbers(layout: str, dty
         Data(name="mirflickr", path=matlab_hdf5(path, **arrays) if layout == "v73" else saved(path, arrays))
     )
     for row in range(6):
-        assert found.pictures.frames(row)[0].dtype == np.uint8
-        assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
+        assert found.images.frames(row)[0].dtype == np.uint8
+        assert np.array_equal(found.images.frames(row)[0], PIXELS[row])
 
 
 def test_invalid_pixel_values_and_shapes_are_refused(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_an_image_with_invalid_pixel_values_is_listed_as_unreadable(tmp_path: Pa
         image[2, 1, 1, 1] = value
         path = saved(tmp_path / f"{dtype} {value}.h5", {"IAll": image, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)})
         found = read_pixels(Data(name="mirflickr", path=path))
-        assert np.array_equal(found.pictures.frames(1)[0], PIXELS[1])
+        assert np.array_equal(found.images.frames(1)[0], PIXELS[1])
         with pytest.raises(InputError, match=rf"IAll\[2\]: found '{image.dtype} values from"):
-            found.pictures.frames(2)
+            found.images.frames(2)
 
 
 def test_pixel_arrays_that_are_split_already_are_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_unreadable_pixels_are_a_one_line_error(tmp_path: Path) -> None:
     content[offset] ^= 0xFF
     path.write_bytes(content)
     found = read_pixels(Data(name="mirflickr", path=path))
-    assert np.array_equal(found.pictures.frames(1)[0], PIXELS[1])
+    assert np.array_equal(found.images.frames(1)[0], PIXELS[1])
     with pytest.raises(InputError, match=r"a\.h5"):
-        found.pictures.frames(2)
+        found.images.frames(2)
 
 
 @pytest.mark.parametrize(

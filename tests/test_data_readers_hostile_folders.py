@@ -35,7 +35,7 @@ def test_a_small_table_that_repeats_a_large_value_is_refused(tmp_path: Path, mon
         read("parquet", table(tmp_path, [b"picture"] * 60, ["a" * (1 << 24)] * 60))
     found = read("parquet", table(tmp_path, [b"p" * (1 << 24)] * 60, ["text"] * 60))
     with pytest.raises(InputError, match=r"train\."):
-        found.pictures.frames(0)
+        found.images.frames(0)
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -43,7 +43,7 @@ def test_a_row_without_bytes_that_names_a_file_is_refused_when_its_image_is_read
     images = [{"bytes": b"picture", "path": "0.png"}] * 20 + [{"bytes": None, "path": "/etc/passwd"}]
     found = read("parquet", table(tmp_path, images, ["text"] * 21, form))
     with pytest.raises(InputError, match=r"image\[20\]: found 'no image'"):
-        found.pictures.frames(20)
+        found.images.frames(20)
 
 
 def test_a_link_to_a_folder_outside_is_refused_and_one_to_a_folder_or_file_is_not(tmp_path: Path) -> None:

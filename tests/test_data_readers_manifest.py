@@ -17,7 +17,7 @@ def test_paths_in_a_jsonl_manifest_are_relative_to_its_folder(tmp_path: Path) ->
     assert found.captions == (("one", "two"), ("three",))
     assert [labels_of(found, row) for row in (0, 1)] == [["x", "y"], ["y"]]
     assert words(found) == ["train", "test"]
-    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
+    assert found.images.frames(1)[0].shape == (16, 16, 3)
 
 
 def test_captions_in_which_nothing_is_visible_are_left_out(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", "7", "line 1: found 'int'"),
         ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
-        ("list.csv", "picture\na\n", "line 1: found 'picture'"),
+        ("list.csv", "image\na\n", "line 1: found 'image'"),
         ("list.txt", "", r"\.csv, \.tsv, \.jsonl"),
         (
             "list.tsv",
@@ -129,20 +129,20 @@ def test_items_may_lack_their_image_or_their_captions(tmp_path: Path) -> None:
     assert present is not None
     assert present.tolist() == [[True, True], [False, True], [True, False], [False, True]]
     some = found.subset([3, 2, 0])
-    assert some.pictured.tolist() == [False, True, True]
-    assert [some.pictures.name(row) for row in range(3)] == [
+    assert some.with_image.tolist() == [False, True, True]
+    assert [some.images.name(row) for row in range(3)] == [
         "no image",
         *map(str, (tmp_path / "b.png", tmp_path / "a.png")),
     ]
     texts = read("manifest", data_set_folders.write(tmp_path / "texts.csv", "captions\none\ntwo\n"))
-    assert not texts.pictured.any()
+    assert not texts.with_image.any()
 
 
 def test_a_line_without_an_image_adds_a_caption_to_the_item_of_its_key(tmp_path: Path) -> None:
     content = "image,caption,key\n,one,7\na.png,two,7\nb.png,three,8\n"
     found = read("manifest", data_set_folders.write(tmp_path / "list.csv", content))
     assert found.captions == (("one", "two"), ("three",))
-    assert found.pictured.all()
+    assert found.with_image.all()
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_a_folder_of_frames_in_a_manifest_is_read_as_a_video(tmp_path: Path) -> 
     rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
     path = data_set_folders.write(tmp_path / "list.jsonl", "".join(rows))
     found = read("manifest", path)
-    assert found.pictures.clips
-    assert len(found.pictures.frames(1)) == 12
+    assert found.images.clips
+    assert len(found.images.frames(1)) == 12
     once = read("manifest", path, frames=1)
-    assert len(once.pictures.frames(1)) == 1
+    assert len(once.images.frames(1)) == 1
     # The manifest's parent folder contains no frames.
     data_set_folders.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
     with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):

@@ -90,17 +90,17 @@ FORMS: Mapping[str, Callable[[Path], tuple[str, Path]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_has_the_same_pictures_and_captions(form: str, tmp_path: Path) -> None:
+def test_every_form_has_the_same_images_and_captions(form: str, tmp_path: Path) -> None:
     name, path = FORMS[form](tmp_path)
     found, again = read(name, path), read(name, path)
     assert found.captions == tuple(CAPTIONS.values())
     expected = read(*with_texts(tmp_path.parent / f"{form}-texts"))
     for row in (2, 0, 1):
-        assert np.array_equal(found.pictures.frames(row)[0], expected.pictures.frames(row)[0])
-    assert len(set(found.keys)) == len(set(found.pictures.contents())) == 3
+        assert np.array_equal(found.images.frames(row)[0], expected.images.frames(row)[0])
+    assert len(set(found.keys)) == len(set(found.images.contents())) == 3
     part = found.subset([2, 1])
-    assert np.array_equal(part.pictures.frames(0)[0], found.pictures.frames(2)[0])
-    assert found.pictures.stamps() == again.pictures.stamps()
+    assert np.array_equal(part.images.frames(0)[0], found.images.frames(2)[0])
+    assert found.images.stamps() == again.images.stamps()
 
 
 def splits_of(found: RawSet) -> dict[str, list[str]]:
@@ -135,7 +135,7 @@ def test_parquet_files_named_after_splits_and_labels_with_names_are_understood(t
     assert found.keys[0] == "test-00000-of-00001/000000"
     paths = arrow.table({"image": ["1.png", "../2.png"], "text": ["a", "b"]})
     write(paths, tmp_path / "paths.parquet")
-    with pytest.raises(InputError, match=r"image\[1\]: found '../2.png', allowed: the path of a picture in the folder"):
+    with pytest.raises(InputError, match=r"image\[1\]: found '../2.png', allowed: the path of an image in the folder"):
         read("parquet", tmp_path / "paths.parquet")
 
 
@@ -210,8 +210,8 @@ HOSTILE: Mapping[str, tuple[str, bytes, dict[str, Any], str]] = {
     "caption": ("0.json", b'{"caption": {"a": 1}}', {}, "0.json: caption: found"),
     "deep json": ("0.json", b"[" * 100_000, {}, "0.json: found"),
     "text": ("0.txt", b"\xff\xfe\xff", {}, "0.txt: found 'bytes that are not UTF-8'"),
-    "second picture": ("0.png", b"", {}, "0.png: found 'a second picture next to 0.jpg'"),
-    "no picture": ("9.txt", b"alone", {}, "9: found 'captions without a picture'"),
+    "second image": ("0.png", b"", {}, "0.png: found 'a second image next to 0.jpg'"),
+    "no image": ("9.txt", b"alone", {}, "9: found 'captions without an image'"),
 }
 
 
@@ -263,15 +263,15 @@ def test_a_folder_that_cannot_be_read_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_row_without_a_picture_is_named(tmp_path: Path) -> None:
+def test_a_row_without_a_image_is_named(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     made = arrow.table({"image": [None, {"bytes": b"no picture", "path": ""}], "text": ["a", "b"]})
     pytest.importorskip("pyarrow.parquet").write_table(made, tmp_path / "a.parquet")
     found = read("parquet", tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"a.parquet: image\[0\]: found 'no image'"):
-        found.pictures.frames(0)
+        found.images.frames(0)
     with pytest.raises(InputError, match=r"a.parquet: image\[1\]: found 'no image that Pillow can read'"):
-        found.pictures.frames(1)
+        found.images.frames(1)
     with pytest.raises(InputError, match="a column of captions"):
         pytest.importorskip("pyarrow.parquet").write_table(made.drop_columns(["text"]), tmp_path / "b.parquet")
         read("parquet", tmp_path / "b.parquet")
@@ -290,7 +290,7 @@ def test_damage_anywhere_is_an_error_and_does_not_kill_the_process(form: str, tm
         try:
             found = read(name, path)
             for row in range(len(found)):
-                found.pictures.frames(row)
+                found.images.frames(row)
         except InputError as error:
             refused += 1
             assert "\n" not in str(error)

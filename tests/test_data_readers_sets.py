@@ -27,7 +27,7 @@ def test_karpathys_json_yields_captions_and_splits_in_its_order(name: str, tmp_p
     assert [len(own) for own in found.captions] == [1, 2, 3, 1, 2, 3]
     assert found.captions[1][1] == "picture 1 as number 1 sees it"
     assert found.labels is None
-    assert found.pictures.frames(0)[0].shape == (16, 20, 3)
+    assert found.images.frames(0)[0].shape == (16, 20, 3)
 
 
 def test_annotations_and_images_may_be_in_other_folders(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_annotations_and_images_may_be_in_other_folders(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data\.annotations.*dataset_flickr8k\.json"):
         read("flickr8k", tmp_path / "a")
     found = read("flickr8k", tmp_path / "a", annotations=tmp_path / "k.json", images=tmp_path / "photos")
-    assert not any(found.pictures.missing(row) for row in range(len(found)))
+    assert not any(found.images.missing(row) for row in range(len(found)))
 
 
 @pytest.mark.parametrize("text", ["Flickr8k_text", "."])
@@ -47,11 +47,11 @@ def test_flickr8ks_release_yields_the_photos_of_its_lists(text: str, tmp_path: P
     assert words(found) == ["train", "train", "val", "test"]
     assert found.captions[2] == tuple(f"Photo 1 as number {number} sees it ." for number in range(5))
     assert all(len(own) == 5 for own in found.captions)
-    assert not any(found.pictures.missing(row) for row in range(len(found)))
-    assert np.array_equal(found.pictures.frames(0)[0], decode(tmp_path / "Flicker8k_Dataset" / found.keys[0]))
+    assert not any(found.images.missing(row) for row in range(len(found)))
+    assert np.array_equal(found.images.frames(0)[0], decode(tmp_path / "Flicker8k_Dataset" / found.keys[0]))
     # The folder's other name; Karpathy's JSON takes precedence where it exists.
     (tmp_path / "Flicker8k_Dataset").rename(tmp_path / "Flickr8k_Dataset")
-    assert not read("flickr8k", tmp_path).pictures.missing(0)
+    assert not read("flickr8k", tmp_path).images.missing(0)
     data_set_folders.flickr(tmp_path)
     assert read("flickr8k", tmp_path).keys[0] == "0.jpg"
 
@@ -66,7 +66,7 @@ def test_parts_of_flickr8ks_release_may_be_in_other_folders(tmp_path: Path) -> N
         assert (found.keys, found.captions) == (whole.keys, whole.captions)
     (tmp_path / "set" / "Flicker8k_Dataset").rename(tmp_path / "photos")
     found = read("flickr8k", tmp_path / "set", annotations=tmp_path / "notes", images=tmp_path / "photos")
-    assert not any(found.pictures.missing(row) for row in range(len(found)))
+    assert not any(found.images.missing(row) for row in range(len(found)))
     # The three lists may be in the data set's root folder.
     for path in (tmp_path / "notes").glob("Flickr_8k.*"):
         path.rename(tmp_path / "set" / path.name)
@@ -110,7 +110,7 @@ def test_wikipedias_lists_and_texts_may_be_in_other_folders(tmp_path: Path) -> N
     for _ in range(2):
         found = read("wikipedia", tmp_path / "set", annotations=notes)
         assert (found.keys, found.captions) == (whole.keys, whole.captions)
-        assert not any(found.pictures.missing(row) for row in range(len(found)))
+        assert not any(found.images.missing(row) for row in range(len(found)))
         if not (notes / "texts").exists():
             (tmp_path / "set" / "texts").rename(notes / "texts")
     with pytest.raises(InputError, match=r"elsewhere/trainset_txt_img_cat\.list.*no such file"):
@@ -135,11 +135,11 @@ def test_iaprs_images_may_be_given_as_the_numbered_folders_or_their_parent(tmp_p
     (tmp_path / "set" / "images").rename(tmp_path / "photos" / "images")
     for images in (tmp_path / "photos" / "images", tmp_path / "photos"):
         found = read("iapr", tmp_path / "set", images=images)
-        assert not any(found.pictures.missing(row) for row in range(len(found)))
+        assert not any(found.images.missing(row) for row in range(len(found)))
     (tmp_path / "photos" / "images" / "00" / "1.jpg").unlink()
     found = read("iapr", tmp_path / "set", images=tmp_path / "photos" / "images")
-    assert [row for row in range(len(found)) if found.pictures.missing(row)] == [1]
-    assert found.pictures.name(1) == str(tmp_path / "photos" / "images" / "00" / "1.jpg")
+    assert [row for row in range(len(found)) if found.images.missing(row)] == [1]
+    assert found.images.name(1) == str(tmp_path / "photos" / "images" / "00" / "1.jpg")
 
 
 def test_coco_trains_on_restval_and_takes_its_labels_from_the_instance_annotations(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_coco_trains_on_restval_and_takes_its_labels_from_the_instance_annotatio
     assert words(found) == ["train", "train", "val", "test", "test"]
     assert found.label_names == ("dog", "person")
     assert [labels_of(found, row) for row in range(5)] == [["dog"], ["dog", "person"], [], ["person"], []]
-    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
+    assert found.images.frames(1)[0].shape == (16, 16, 3)
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_a_folder_in_place_of_a_photo_is_listed_as_unreadable(tmp_path: Path) ->
     folder = data_set_folders.flickr(tmp_path)
     (folder / "images" / "1.jpg").unlink()
     data_set_folders.photo(folder / "images" / "1.jpg" / "frame.jpg", 1)
-    pictures = read("flickr8k", folder).pictures
-    assert not pictures.missing(1)
+    images = read("flickr8k", folder).images
+    assert not images.missing(1)
     with pytest.raises(InputError, match=r"1\.jpg: found 'a folder'"):
-        pictures.frames(1)
+        images.frames(1)
 
 
 def test_symlinked_folders_are_followed_and_link_cycles_end(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_symlinked_folders_are_followed_and_link_cycles_end(tmp_path: Path) -> N
     (tmp_path / "videos" / "frames").rename(tmp_path / "frames")
     (tmp_path / "videos" / "frames").symlink_to(tmp_path / "frames")
     (tmp_path / "frames" / "video0" / "up").symlink_to(tmp_path / "videos")
-    assert len(read("msrvtt", tmp_path / "videos").pictures.frames(3)) == 12
+    assert len(read("msrvtt", tmp_path / "videos").images.frames(3)) == 12
 
 
 @pytest.mark.parametrize("size", [(4, 5), (1, 1)])
@@ -267,11 +267,11 @@ def test_pixels_with_an_unknown_white_level_are_refused(tmp_path: Path) -> None:
 def test_a_file_name_too_long_for_the_disk_counts_as_a_missing_image(tmp_path: Path) -> None:
     path = data_set_folders.manifest(tmp_path, ROWS)
     data_set_folders.write(path, path.read_text().replace("in/b.png", "a" * 300 + ".png"))
-    assert [read("manifest", path).pictures.missing(row) for row in (0, 1)] == [False, True]
+    assert [read("manifest", path).images.missing(row) for row in (0, 1)] == [False, True]
     data_set_folders.wikipedia(tmp_path / "wiki")
     listed = tmp_path / "wiki" / "testset_txt_img_cat.list"
     data_set_folders.write(listed, listed.read_text().replace("img3", "i" * 300))
-    assert read("wikipedia", tmp_path / "wiki").pictures.missing(3)
+    assert read("wikipedia", tmp_path / "wiki").images.missing(3)
 
 
 def test_an_iapr_file_may_be_utf_8_or_contain_a_byte_undefined_in_windows_1252(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_pascal_reads_the_folder_as_the_class_and_lines_as_captions(tmp_path: Pa
     assert len(found) == 6
     assert found.captions[0] == ("One 0.", "Two 0.")
     assert found.label_names == ("cat", "sofa")
-    assert [row for row in range(6) if found.pictures.missing(row)] == [found.keys.index("sofa/2008_000001")]
+    assert [row for row in range(6) if found.images.missing(row)] == [found.keys.index("sofa/2008_000001")]
 
 
 def test_pascal_ignores_files_that_are_not_images(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_pascal_ignores_files_that_are_not_images(tmp_path: Path) -> None:
     data_set_folders.write(tmp_path / "dataset" / "cat" / "2008_000000.txt", "x")
     data_set_folders.write(tmp_path / "dataset" / "cat" / "2008_000000.xml", "x")
     found = read("pascal", tmp_path)
-    assert found.pictures.frames(0)[0].shape == (16, 16, 3)
+    assert found.images.frames(0)[0].shape == (16, 16, 3)
     assert len(found) == 6
 
 
@@ -444,4 +444,4 @@ def test_macos_metadata_files_are_not_part_of_a_data_set(name: str, tmp_path: Pa
     assert found.keys == whole.keys
     assert found.label_names == whole.label_names
     assert found.captions == whole.captions
-    assert np.array_equal(found.pictures.frames(0), whole.pictures.frames(0))
+    assert np.array_equal(found.images.frames(0), whole.images.frames(0))

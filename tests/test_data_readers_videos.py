@@ -34,9 +34,9 @@ def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> Non
     assert words(found) == ["train", "train", "val", "test"]
     assert found.captions[2] == ("clip 2 0", "clip 2 1")
     assert labels_of(found, 1) == ["category-10"]
-    assert found.pictures.clips
-    assert len(found.pictures.frames(0)) == 12
-    assert len(read("msrvtt", tmp_path, frames=4).pictures.frames(0)) == 4
+    assert found.images.clips
+    assert len(found.images.frames(0)) == 12
+    assert len(read("msrvtt", tmp_path, frames=4).images.frames(0)) == 4
 
 
 def test_msrvtt_in_two_files_is_read_as_one_data_set(tmp_path: Path) -> None:
@@ -88,14 +88,14 @@ def test_a_video_yields_twelve_frames_in_order_and_a_broken_one_is_refused_by_na
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     found = read("msrvtt", tmp_path, images=tmp_path / "TrainValVideo")
-    shades = [int(frame.mean()) for frame in found.pictures.frames(0)]
+    shades = [int(frame.mean()) for frame in found.images.frames(0)]
     assert len(shades) == 12
     assert shades == sorted(shades)
     assert shades[0] < 20
     assert shades[-1] > 210
     path.write_bytes(b"no video")
     with pytest.raises(InputError, match=r"video0\.mp4.*readable video"):
-        found.pictures.frames(0)
+        found.images.frames(0)
 
 
 def test_without_a_decoder_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,12 +175,12 @@ def test_captions_that_stand_for_a_missing_value_are_counted(tmp_path: Path) -> 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=20))
 @settings(max_examples=40, deadline=None)
 def test_held_out_items_with_the_image_vector_of_a_training_item_are_counted(items: list[tuple[int, int]]) -> None:
-    image, split = np.eye(6)[[picture for picture, _ in items]], np.array([code for _, code in items], np.uint8)
+    image, split = np.eye(6)[[image for image, _ in items]], np.array([code for _, code in items], np.uint8)
     found = of_vectors(image, image, np.ones(len(items), np.int64), split=split)
-    trained = {picture for picture, code in items if SPLITS[code] == "train"}
-    assert found.known == sum(SPLITS[code] in ("val", "test") and picture in trained for picture, code in items)
-    public = {picture for picture, code in items if SPLITS[code] == "public"} - trained
-    assert found.public == sum(SPLITS[code] in ("val", "test") and picture in public for picture, code in items)
+    trained = {image for image, code in items if SPLITS[code] == "train"}
+    assert found.known == sum(SPLITS[code] in ("val", "test") and image in trained for image, code in items)
+    public = {image for image, code in items if SPLITS[code] == "public"} - trained
+    assert found.public == sum(SPLITS[code] in ("val", "test") and image in public for image, code in items)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_sites_of_a_column_that_differ_only_in_spelling_are_reported(tmp_path: P
 
 @given(st.integers(2, 40), st.integers(2, 20), st.floats(0.0, 1e-4), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_vectors_of_one_picture_that_was_encoded_twice_are_near_and_no_others(
+def test_vectors_of_one_image_that_was_encoded_twice_are_near_and_no_others(
     n: int, width: int, error: float, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)

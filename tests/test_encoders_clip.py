@@ -380,13 +380,13 @@ def test_images_are_preprocessed_as_the_weights_require(
 def test_an_image_is_resized_as_open_clip_does_for_the_tag(
     name: str, tag: str, mode: str, interpolation: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
-    picture = np.random.default_rng(3).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = np.random.default_rng(3).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     encoder = image_encoder(Backbone(name=name, pretrained=tag), 0, tmp_path, "cpu")
     edge = clip_weights.image_size(name, clip_weights.config_of(name))
     theirs = open_clip.image_transform(
         edge, False, mean=(0.0,) * 3, std=ONE, resize_mode=mode, interpolation=interpolation
-    )(Image.fromarray(picture))
-    assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
+    )(Image.fromarray(image))
+    assert np.array_equal(encoder.fit(image), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
 
 
 def test_pixels_for_adapters_in_the_blocks_follow_the_resize_mode_and_get_their_own_cache_key(
@@ -406,7 +406,7 @@ def test_pixels_for_adapters_in_the_blocks_follow_the_resize_mode_and_get_their_
 
 def test_an_unknown_resize_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda *_: {"resize_mode": "longest"})
-    with pytest.raises(InputError, match=r"laion2b_s34b_b79k, whose pictures are scaled by longest.*or squash"):
+    with pytest.raises(InputError, match=r"laion2b_s34b_b79k, whose images are scaled by longest.*or squash"):
         clip_weights.preprocessing(Backbone(name="ViT-B-32", pretrained="laion2b_s34b_b79k"))
 
 
@@ -451,10 +451,8 @@ def test_a_tokeniser_that_needs_a_download_is_refused() -> None:
 
 def test_frozen_features_equal_those_of_open_clip(tiny: Path, cache: Path) -> None:
     found = clip_weights.weights(backbone(tiny), 0, cache)
-    pictures = [picture.permute(1, 2, 0).numpy() for picture in PIXELS]
-    image = image_encoder(backbone(tiny).model_copy(update={"adapter_site": "feature"}), 0, cache, "cpu").encode(
-        pictures
-    )
+    images = [image.permute(1, 2, 0).numpy() for image in PIXELS]
+    image = image_encoder(backbone(tiny).model_copy(update={"adapter_site": "feature"}), 0, cache, "cpu").encode(images)
     text = clip.encode_texts(clip.load_tower(found, "text"), captions(tiny).numpy(), 2)
     wanted = reference(tiny, cache)
     assert np.allclose(image, wanted[0].numpy(), atol=1e-5)

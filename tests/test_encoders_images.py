@@ -31,17 +31,17 @@ SIZES = [(640, 480), (640, 427), (500, 375), (1023, 767), (333, 500), (225, 224)
 @pytest.mark.parametrize("edge", [224, 336])
 @pytest.mark.parametrize("squash", [False, True])
 def test_an_image_is_cropped_where_open_clip_crops_it(size: tuple[int, int], edge: int, squash: bool) -> None:
-    picture = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     mode = "squash" if squash else "shortest"
     transform = open_clip.image_transform(edge, False, mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=mode)
-    theirs = (255 * transform(Image.fromarray(picture))).round().permute(1, 2, 0).to(torch.uint8).numpy()
-    assert np.array_equal(fit(picture, edge, squash=squash), theirs)
+    theirs = (255 * transform(Image.fromarray(image))).round().permute(1, 2, 0).to(torch.uint8).numpy()
+    assert np.array_equal(fit(image, edge, squash=squash), theirs)
 
 
 def test_a_square_image_of_the_right_size_is_unchanged() -> None:
-    picture = np.random.default_rng(6).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    assert np.array_equal(fit(picture, 32), picture)
-    assert np.array_equal(fit(picture, 32, squash=True), picture)
+    image = np.random.default_rng(6).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    assert np.array_equal(fit(image, 32), image)
+    assert np.array_equal(fit(image, 32, squash=True), image)
 
 
 def _rgba(path: Path) -> None:
@@ -110,7 +110,7 @@ class _Pile:
     def __len__(self) -> int:
         return 1
 
-    def picture(self, row: int) -> Pixels:
+    def image(self, row: int) -> Pixels:
         raise NotImplementedError(row)
 
 
@@ -144,7 +144,7 @@ RAMP = np.tile(np.linspace(0, 1, 64, dtype=np.float32), (64, 1))
         ("8 bits.png", (RAMP * 255).astype(np.uint8)),
     ],
 )
-def test_greys_of_every_usual_range_decode_to_the_same_picture(tmp_path: Path, name: str, values: Any) -> None:
+def test_greys_of_every_usual_range_decode_to_the_same_image(tmp_path: Path, name: str, values: Any) -> None:
     Image.fromarray(values).save(tmp_path / name)
     found = decode(tmp_path / name)
     assert (found.min(), found.max()) == (0, 255)
@@ -153,7 +153,7 @@ def test_greys_of_every_usual_range_decode_to_the_same_picture(tmp_path: Path, n
 
 @given(st.integers(64, 65535), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_no_grey_picture_of_whole_numbers_decodes_to_next_to_black(top: int, as_tiff: bool) -> None:
+def test_no_grey_image_of_whole_numbers_decodes_to_next_to_black(top: int, as_tiff: bool) -> None:
     values = np.round(RAMP * top).astype(np.uint16)
     file = io.BytesIO()
     Image.fromarray(values).save(file, "tiff" if as_tiff else "png")
@@ -164,7 +164,7 @@ def test_no_grey_picture_of_whole_numbers_decodes_to_next_to_black(top: int, as_
 
 @given(st.floats(0.02, 1.0), st.sampled_from([1.0, 255.0, 65535.0]))
 @settings(max_examples=40, deadline=None)
-def test_a_grey_picture_of_real_numbers_has_the_levels_of_its_range_or_is_refused(top: float, unit: float) -> None:
+def test_a_grey_image_of_real_numbers_has_the_levels_of_its_range_or_is_refused(top: float, unit: float) -> None:
     file = io.BytesIO()
     Image.fromarray((RAMP * np.float32(top * unit)).astype(np.float32)).save(file, "tiff")
     try:

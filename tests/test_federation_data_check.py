@@ -372,7 +372,7 @@ def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
     said = capfd.readouterr().out
     assert "2 duplicates of training items:\n  000140\n  000141\n" in said
-    assert "3 items with the picture of a training item:\n  000125\n  000140\n  000141\n" in said
+    assert "3 items with the image of a training item:\n  000125\n  000140\n  000141\n" in said
     assert "3 image vectors equal that of an earlier item" in said
     assert "every item has the label label-005, so each item is relevant" in said
     assert fedmq(monkeypatch, "data", "check", tiny) == 0

@@ -56,7 +56,7 @@ def model_of(scenario: Scenario) -> TwoTower:
     return build_population(scenario).build_model(scenario, "cpu", ("image", "text"))
 
 
-def pictures(scenario: Scenario) -> torch.Tensor:
+def images(scenario: Scenario) -> torch.Tensor:
     return torch.tensor(np.array(prepare(scenario.data, scenario.backbone).image))
 
 
@@ -65,11 +65,11 @@ def pictures(scenario: Scenario) -> torch.Tensor:
 def test_an_untrained_end_to_end_network_equals_the_one_over_frozen_features(file: Path, base: str) -> None:
     scenario = scenarios.load(file, [f"objective.base={base}"])
     frozen = scenarios.load(file, [f"objective.base={base}", "backbone.end_to_end=false"])
-    shown = pictures(scenario)
+    shown = images(scenario)
     assert shown.dtype == torch.uint8
     whole, above = model_of(scenario), model_of(frozen)
     with torch.no_grad():
-        torch.testing.assert_close(whole.image(shown), above.image(pictures(frozen)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole.image(shown), above.image(images(frozen)), rtol=1e-4, atol=1e-5)
     assert {entry.name for entry in whole.layout.entries} - {entry.name for entry in above.layout.entries} == {
         f"visual.encoder.{layer}.{part}" for layer in (0, 4, 6) for part in ("weight", "bias")
     }

@@ -118,9 +118,9 @@ def test_a_prototype_includes_the_items_that_have_only_this_modality() -> None:
     local, task = Local(silo, pairs, run.model, {}, alone), task_of(run, silo)
     image, _ = training.silo_prototypes(local, run.context, task)
     assert image is not None
-    pictures = torch.cat([each.image for each in (pairs, *alone) if each.image is not None])
+    images = torch.cat([each.image for each in (pairs, *alone) if each.image is not None])
     with torch.no_grad():
-        expected = local_prototype(run.model.image(pictures))
+        expected = local_prototype(run.model.image(images))
     assert torch.allclose(image, expected, atol=1e-6)
 
 

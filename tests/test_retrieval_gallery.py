@@ -488,9 +488,9 @@ def drawings(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_path: Path) -> None:
-    pictures, root = tmp_path / "pictures", tmp_path / "run"
-    pictures.mkdir()
-    scenario = resolved(drawings(pictures))
+    images, root = tmp_path / "pictures", tmp_path / "run"
+    images.mkdir()
+    scenario = resolved(drawings(images))
     run(scenario, root)
     (root / "scenario.yaml").write_text(scenario.dump())
 
@@ -507,7 +507,7 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
 
     first = results("playing the violin", "--top", 3, command=in_a_fresh_process)[0]
     assert (first["rank"], first["item"], first["caption"]) == (1, "1F3BB", "violin")
-    assert "1F697" in [hit["item"] for hit in results("--image", pictures / "1F697.png", "--top", 3)]
-    assert results("a car", "--gallery", pictures, "--top", 1)[0]["item"] == "1F697.png"
+    assert "1F697" in [hit["item"] for hit in results("--image", images / "1F697.png", "--top", 3)]
+    assert results("a car", "--gallery", images, "--top", 1)[0]["item"] == "1F697.png"
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
     assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0

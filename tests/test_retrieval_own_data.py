@@ -140,9 +140,9 @@ def backbone_of(kind: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["clip", "blocks", "matconvnet", "timm"])
 def test_a_model_of_sites_photos_accepts_its_own_encoders_only(kind: str, tmp_path: Path, command: Command) -> None:
     run = finished(tmp_path, photos(tmp_path), backbone=backbone_of(kind, tmp_path))
-    pictures = tmp_path / "berlin" / "photos"
-    found = command.found("search", run, "a red circle", "--gallery", pictures)["results"]
-    assert found == command.found("search", run / "model", "a red circle", "--gallery", pictures)["results"]
+    images = tmp_path / "berlin" / "photos"
+    found = command.found("search", run, "a red circle", "--gallery", images)["results"]
+    assert found == command.found("search", run / "model", "a red circle", "--gallery", images)["results"]
     path = run / "model" / "config.json"
     config = json.loads(path.read_text())
     assert set(config["frozen"]) == {"image", "text", *(["blocks"] if kind == "blocks" else [])}
@@ -150,7 +150,7 @@ def test_a_model_of_sites_photos_accepts_its_own_encoders_only(kind: str, tmp_pa
         path.write_text(json.dumps({**config, "frozen": {**config["frozen"], key: "0" * 64}}))
         with pytest.raises(InputError, match=rf"frozen\.{key}: found"):
             model = interface.load(run)
-            _ = model.embed_images([pictures / "red.png"]) if key == "image" else model.embed_texts(["a circle"])
+            _ = model.embed_images([images / "red.png"]) if key == "image" else model.embed_texts(["a circle"])
 
 
 def test_a_gallery_of_bags_of_words_is_read_in_the_agreed_order(tmp_path: Path, command: Command) -> None:

@@ -38,7 +38,7 @@ COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 200)}
 
 @pytest.fixture(scope="module")
 def photo_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A finished run over 24 coloured pictures with labels, and faults."""
+    """A finished run over 24 coloured images with labels, and faults."""
     root = tmp_path_factory.mktemp("photos")
     lines = []
     for index in range(24):
@@ -63,7 +63,7 @@ def photo_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.mark.slow
-def test_a_report_has_examples_with_pictures_holdings_a_timeline_and_the_space(photo_run: RunFolder) -> None:
+def test_a_report_has_examples_with_images_holdings_a_timeline_and_the_space(photo_run: RunFolder) -> None:
     assert complete_report(photo_run, None) is None
     page = photo_run.report.read_text(encoding="utf-8")
     found = titles(page)
@@ -113,7 +113,7 @@ def test_an_example_names_the_rank_of_the_right_item_among_the_held_out_ones(pho
 
 
 @pytest.mark.parametrize("image", ["javascript:alert(1)", "data:image/svg+xml;base64,AAAA", "x" * 50_000])
-def test_a_picture_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp_path: Path, image: str) -> None:
+def test_a_image_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp_path: Path, image: str) -> None:
     complete_report(photo_run, None)
     folder = _copy(photo_run, tmp_path)
     path = folder.root / "report_data.json"
@@ -252,7 +252,7 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     assert "virtual time [s]" in page and ">real time<" in page
 
 
-def test_a_thumbnail_has_the_whole_picture(tmp_path: Path) -> None:
+def test_a_thumbnail_has_the_whole_image(tmp_path: Path) -> None:
     Image.new("RGB", (400, 100), COLOURS["red"]).save(tmp_path / "wide.png")
     found = report_data.thumbnail(ImageFiles((tmp_path / "wide.png",)), 0)
     assert Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2]))).size == (112, 28)

@@ -274,7 +274,7 @@ def emoji_texts(concept: str, entry: dict[str, Any], codes: Sequence[str], more:
         for word in dict.fromkeys([*(tag.replace("’", "'") for tag in entry["tags"]), *more])
         if not set(re.findall(r"\w+", word.lower())) <= named
     ]
-    found = [name, f"a picture of {name}", *[code for code in dict.fromkeys(codes) if code.lower() != name.lower()][:3]]
+    found = [name, f"an image of {name}", *[code for code in dict.fromkeys(codes) if code.lower() != name.lower()][:3]]
     shapes: tuple[Callable[[str], str], ...] = (
         str,
         lambda some: f"{name}: {some}",
@@ -302,7 +302,7 @@ def all_texts(cache: Path, wanted: set[str]) -> list[tuple[str, str]]:
     for concept in sorted(wanted):
         if "/" in concept:
             name = re.sub(r"(-\d+)+$", "", concept.split("/")[1]).replace("-", " ")
-            texts = [name, f"a picture of {name}"]
+            texts = [name, f"an image of {name}"]
         else:
             entry, extra = known[concept], [word.replace("_", " ") for word in more.get(concept, ())]
             texts = emoji_texts(concept, entry, codes.get(concept, ()), extra, kinds[entry["subgroup"]])
@@ -440,7 +440,7 @@ def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]
     steps = recipe.epochs * (len(images) // recipe.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=steps, pct_start=0.1)
     count = int(pairs.image_of.max()) + 1
-    picture, caption = Picker(pairs.image_of, count, random), Picker(pairs.text_of, count, random)
+    image, caption = Picker(pairs.image_of, count, random), Picker(pairs.text_of, count, random)
     mean = [weight.detach().clone() for weight in weights]
     for step in range(steps):
         if step % (len(images) // recipe.batch) == 0:
@@ -448,8 +448,8 @@ def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]
         batch = order[step % (len(images) // recipe.batch)]
         concept = pairs.image_of[batch]
         share = torch.rand(len(batch), 1, generator=random) * recipe.mix
-        seen = image(images[batch] * (1 - share) + images[picture(concept)] * share)
-        read, again = text(pairs.texts[caption(concept)]), image(images[picture(concept)])
+        seen = image(images[batch] * (1 - share) + images[image(concept)] * share)
+        read, again = text(pairs.texts[caption(concept)]), image(images[image(concept)])
         same, heat = (concept[:, None] == concept).float(), scale.exp().clamp(max=100)
         scores = heat * seen @ read.T
         loss = (contrast(scores, same) + contrast(scores.T, same)) / 2

@@ -177,12 +177,12 @@ def show_data(facts: DataFacts, out: Console) -> None:
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
-        ("text files without a picture next to them", facts.captions_alone),
+        ("text files without an image next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
-        ("with several pictures in one file, of which only the first is read", facts.paged),
+        ("with several images in one file, of which only the first is read", facts.paged),
         ("duplicates of training items", facts.duplicates_of_training_items),
-        ("items with the picture of a training item", facts.duplicates_by_picture),
+        ("items with the image of a training item", facts.duplicates_by_image),
     ):
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""

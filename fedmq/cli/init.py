@@ -122,7 +122,7 @@ def _init_site(file: Path, data: str | None, name: str | None, connect: str | No
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     _check_new(file, "site file", force)
-    counted = _until_right(data, lambda: _counted(data, quiet=quiet, pictures_alone=True))
+    counted = _until_right(data, lambda: _counted(data, quiet=quiet, images_alone=True))
     _say(_lines_about(counted), quiet=quiet)
 
     def silo() -> str:
@@ -186,12 +186,12 @@ def _say(lines: str, *, quiet: bool) -> None:
         out.print(lines, highlight=False, markup=False, soft_wrap=True)
 
 
-def _counted(data: str | None, *, quiet: bool, pictures_alone: bool = False) -> OwnData:
+def _counted(data: str | None, *, quiet: bool, images_alone: bool = False) -> OwnData:
     """The user's data, counted."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
 
     path = Path(_answer("images and captions (a folder or a file)", data, str, None))
-    return starter.count(path, None if quiet else later(bar()), pictures_alone=pictures_alone)
+    return starter.count(path, None if quiet else later(bar()), images_alone=images_alone)
 
 
 def _most(counted: OwnData) -> int:

@@ -88,8 +88,8 @@ class Data(Part):
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip", "keep"] = Field(
         "refuse",
-        description="items without a picture or a caption: refuse the data set, skip them, or keep pictures without "
-        "captions; a manifest's items that name no picture or no caption are kept, unless skipped",
+        description="items without an image or a caption: refuse the data set, skip them, or keep images without "
+        "captions; a manifest's items that name no image or no caption are kept, unless skipped",
     )
     labelled: bool = Field(False, description="leave out items without a label")
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(

@@ -49,7 +49,7 @@ class DataSet:
     labels: int = 0
 
     def read(self, data: Data) -> RawSet:
-        """Read the annotations of the set at ``data.path``; pictures are not opened.
+        """Read the annotations of the set at ``data.path``; images are not opened.
 
         Raises:
             InputError: a file is missing or malformed, or ``data.labelled`` leaves too few items.
@@ -138,9 +138,9 @@ SETS: Mapping[str, DataSet] = {
         labels=20,
     ),
     "folder": DataSet(
-        "pictures with .txt files next to them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
+        "images with .txt files next to them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
     ),
-    "parquet": DataSet("Parquet or Arrow files of pictures and captions, as of Hugging Face", "parquet.read_parquet"),
+    "parquet": DataSet("Parquet or Arrow files of images and captions, as of Hugging Face", "parquet.read_parquet"),
     "webdataset": DataSet("tar files of webdataset or img2dataset, not unpacked", "webdataset.read_webdataset"),
     "manifest": DataSet(
         "any set: a CSV, TSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"

@@ -1,6 +1,6 @@
 """Extract frozen features of a raw set chunk by chunk, so that an interrupted extraction can resume.
 
-Features are cached in ``features/<key>.npy``. The key is the digest of the pictures (or captions) and of the encoder's
+Features are cached in ``features/<key>.npy``. The key is the digest of the images (or captions) and of the encoder's
 weights, so scenarios that differ in split, labels or method share them. Prepared folders link to these files.
 """
 
@@ -37,7 +37,7 @@ from fedmq.text import Progress, tell
 
 Array = npt.NDArray[Any]
 
-CHUNK = 128  # pictures per checkpoint; captions use twice as many items
+CHUNK = 128  # images per checkpoint; captions use twice as many items
 READERS = min(16, os.cpu_count() or 4)  # decoding threads: Pillow releases the GIL while it decodes
 
 
@@ -152,22 +152,22 @@ def pooled(vectors: Array, counts: Sequence[int]) -> Array:
 
 
 def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Array:
-    """Rows of the image array; rows of items without a picture are zero."""
-    held = [row for row in rows if raw.pictured[row]]
-    if not held:  # only the shape of an encoded picture is needed
+    """Rows of the image array; rows of items without an image are zero."""
+    held = [row for row in rows if raw.with_image[row]]
+    if not held:  # only the shape of an encoded image is needed
         empty = encoder.encode([encoder.fit(np.zeros((encoder.edge, encoder.edge, 3), np.uint8))])[0]
         return np.zeros((len(rows), *([stacked] if stacked else []), *empty.shape), empty.dtype)
-    encoded = _encoded_pictures(raw, encoder, stacked, held)
+    encoded = _encoded_images(raw, encoder, stacked, held)
     if len(held) == len(rows):
         return encoded
     spread = np.zeros((len(rows), *encoded.shape[1:]), encoded.dtype)
-    spread[raw.pictured[rows.start : rows.stop]] = encoded
+    spread[raw.with_image[rows.start : rows.stop]] = encoded
     return spread
 
 
-def _encoded_pictures(raw: RawSet, encoder: Encoder, stacked: int, rows: Sequence[int]) -> Array:
+def _encoded_images(raw: RawSet, encoder: Encoder, stacked: int, rows: Sequence[int]) -> Array:
     def read(row: int) -> list[Any]:
-        return [encoder.fit(frame) for frame in raw.pictures.frames(row)]
+        return [encoder.fit(frame) for frame in raw.images.frames(row)]
 
     with ThreadPoolExecutor(READERS) as pool:
         frames = list(pool.map(read, rows))
@@ -177,7 +177,7 @@ def _encoded_pictures(raw: RawSet, encoder: Encoder, stacked: int, rows: Sequenc
     encoded = encoder.encode([frame for clip in frames for frame in clip])
     if stacked:
         return encoded.reshape(len(rows), stacked, *encoded.shape[1:])
-    return pooled(encoded, [len(clip) for clip in frames]) if raw.pictures.clips else encoded
+    return pooled(encoded, [len(clip) for clip in frames]) if raw.images.clips else encoded
 
 
 def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
@@ -201,33 +201,33 @@ def _text_rows(raw: RawSet, encoder: Encoder | None, rows: range) -> Array:
 def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     """The set without incomplete items if ``data.missing`` is ``skip``; otherwise every item must be complete.
 
-    In a set that states which modalities each item has, items without a picture or without captions are complete, too.
-    If ``data.missing`` is ``keep``, so are pictures without captions.
+    In a set that states which modalities each item has, items without an image or without captions are complete, too.
+    If ``data.missing`` is ``keep``, so are images without captions.
 
     Raises:
-        InputError: an item lacks its picture or its text (``data.missing: refuse``), or the kind of text is invalid.
+        InputError: an item lacks its image or its text (``data.missing: refuse``), or the kind of text is invalid.
     """
     if kind == "bag" and raw.bag is None:
         raise InputError("data.text", "bag", f"sentences: {data.name} has no bag of words")
     if kind == "bag" and data.captions is not None:
         raise InputError("data.captions", str(data.captions), "null: a bag of words is one text")
-    no_picture = [row for row in range(len(raw)) if raw.pictures.missing(row)]
+    no_image = [row for row in range(len(raw)) if raw.images.missing(row)]
     no_caption = [row for row in range(len(raw)) if not raw.captions[row]] if kind == "sentences" else []
     if data.missing == "skip":
-        left_out = {*no_picture, *no_caption, *np.flatnonzero(~raw.pictured).tolist()}
+        left_out = {*no_image, *no_caption, *np.flatnonzero(~raw.with_image).tolist()}
         if len(raw) - len(left_out) < 2:
-            raise InputError(raw.place, f"{len(raw) - len(left_out)} items with picture and caption", "at least 2")
+            raise InputError(raw.place, f"{len(raw) - len(left_out)} items with image and caption", "at least 2")
         return raw.subset([row for row in range(len(raw)) if row not in left_out]) if left_out else raw
     if data.missing == "keep" and no_caption:
         raw = replace(raw, unpaired=True)
     hint = "data.missing: skip leaves out those without"
-    if no_picture:
-        others = f" and {len(no_picture) - 1} more" if len(no_picture) > 1 else ""
-        place = raw.pictures.name(no_picture[0]) + others
-        raise DataItemError(place, "no such file", f"a picture for each item of {raw.place} ({hint})")
+    if no_image:
+        others = f" and {len(no_image) - 1} more" if len(no_image) > 1 else ""
+        place = raw.images.name(no_image[0]) + others
+        raise DataItemError(place, "no such file", f"an image for each item of {raw.place} ({hint})")
     if no_caption and not raw.unpaired:
         place = f"{raw.place}: {raw.keys[no_caption[0]]}"
-        raise DataItemError(place, "no caption", f"items with at least one ({hint}, keep uses their pictures alone)")
+        raise DataItemError(place, "no caption", f"items with at least one ({hint}, keep uses their images alone)")
     return raw
 
 
@@ -238,7 +238,7 @@ def left_out(data: Data) -> str:
     entry = catalogue.find(data.name)
     raw, kind = entry.read(data), data.text or entry.text
     reasons: dict[str, set[int]] = {
-        "no picture": {row for row in range(len(raw)) if raw.pictures.missing(row) or not raw.pictured[row]},
+        "no image": {row for row in range(len(raw)) if raw.images.missing(row) or not raw.with_image[row]},
         "no caption": {row for row in range(len(raw)) if not raw.captions[row]} if kind == "sentences" else set(),
     }
     rows = set().union(*reasons.values())
@@ -280,10 +280,10 @@ def plan(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> ExtractionPlan:
-    """Read a set's annotations and the bytes of its pictures, and derive its extraction plan; computes no features.
+    """Read a set's annotations and the bytes of its images, and derive its extraction plan; computes no features.
 
     Raises:
-        InputError: the set is incomplete, or it is incompatible with the backbone, or a picture cannot be read.
+        InputError: the set is incomplete, or it is incompatible with the backbone, or an image cannot be read.
     """
     entry = catalogue.find(data.name)
     kind: TextKind = data.text or entry.text
@@ -293,13 +293,13 @@ def plan(
         raise InputError("backbone.adapter_site", "blocks with a bag of words", "feature")
     if backbone.text_encoder is not None and kind == "bag":
         raise InputError("data.text", "bag with backbone.text_encoder", "sentences: a bag of words is not encoded")
-    if backbone.end_to_end and raw.pictures.clips:
+    if backbone.end_to_end and raw.images.clips:
         raise InputError("backbone.end_to_end", "true with videos", "false: their frames' features are averaged once")
     image = image_encoder(backbone, seed, cache, device)
-    if isinstance(raw.pictures, Drawings):
-        raw = replace(raw, pictures=replace(raw.pictures, edge=image.edge))
-    raw = replace(raw, stamps=raw.pictures.stamps(tell(progress, "files read", len(raw))))
-    split = split_of(raw.split, len(raw), data, entry.draw, lambda: raw.same_pictures(progress))
+    if isinstance(raw.images, Drawings):
+        raw = replace(raw, images=replace(raw.images, edge=image.edge))
+    raw = replace(raw, stamps=raw.images.stamps(tell(progress, "files read", len(raw))))
+    split = split_of(raw.split, len(raw), data, entry.draw, lambda: raw.same_images(progress))
     text = text_encoder(backbone, seed, cache, device) if kind == "sentences" else None
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("caption rows", raw.text_digest(kind), text.digest if text else "bag")
@@ -337,7 +337,7 @@ def prepare_raw(
         before: called before features are extracted; not if the folder is cached.
 
     Raises:
-        InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
+        InputError: the set or the backbone is invalid, or an image is unreadable (the message names it).
         RunError: the cache cannot be written.
     """
     todo = plan(data, backbone, cache, seed, device, progress)
@@ -348,9 +348,9 @@ def prepare_raw(
         before(todo)
     raw, n, rows = todo.raw, len(todo.raw), cache / "features"
     counts = np.array([len(captions) for captions in raw.captions] if todo.text else [1] * n, dtype=np.int64)
-    frames = data.frames if raw.pictures.clips else 1
+    frames = data.frames if raw.images.clips else 1
     # With adapters in the blocks, frames are pooled after the tower, so all frames' pixels are stored.
-    stacked = frames if backbone.adapter_site == "blocks" and raw.pictures.clips else 0
+    stacked = frames if backbone.adapter_site == "blocks" and raw.images.clips else 0
     encoded, report = partial(_image_rows, raw, todo.image, stacked), tell(progress, "images", n)
     image_rows = store(rows / f"{todo.image_key}.npy", n, max(1, CHUNK // frames), encoded, report)
     each, report = np.maximum(counts, 1), tell(progress, "captions", n)

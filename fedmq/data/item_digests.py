@@ -1,7 +1,7 @@
 """Digests of a data set's items, and the salted digest by which a process states what data it holds.
 
 An item has three SHA-256 digests: of its key, split and label names (as JSON), of its image, and of its captions. An
-image's is over its stamp (``Pictures.stamps``: the content and how it is decoded), of a row of features over its
+image's is over its stamp (``Images.stamps``: the content and how it is decoded), of a row of features over its
 float32 values; captions' is over their texts, or over the float32 values. None of them depends on the machine. The
 salted digest hashes them together with the run's id, so that it reveals nothing to anyone without the data, and does
 not link two runs.
@@ -55,11 +55,11 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
 
     Args:
         prepared: the set.
-        data: the section it was prepared from; files of pictures are read through it.
-        progress: called with (what, done, total) while pictures are read.
+        data: the section it was prepared from; files of images are read through it.
+        progress: called with (what, done, total) while images are read.
 
     Raises:
-        InputError: a picture cannot be read, or the data are no longer those that were prepared.
+        InputError: an image cannot be read, or the data are no longer those that were prepared.
     """
     path = prepared.folder / _FILE
     with suppress(InputError):
@@ -113,7 +113,7 @@ def _of_raw(prepared: Prepared, data: Data) -> Iterator[tuple[bytes, bytes]]:
     if raw.keys != prepared.keys:
         found, allowed = "other items than those that were prepared", "the data as they were when the run began"
         raise InputError(raw.place, found, allowed)
-    stamps = raw.pictures.stamps() if raw.stamps is None else raw.stamps
+    stamps = raw.images.stamps() if raw.stamps is None else raw.stamps
     for row, stamp in enumerate(stamps):
         yield hashlib.sha256(stamp.encode()).digest(), _of_text(raw, row, kind)
 

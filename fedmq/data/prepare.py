@@ -124,7 +124,7 @@ def prepare(
     if data.name == "openmoji" and backbone.name == "features":
         raise InputError("backbone.name", "features with data.name openmoji", "an encoder, e.g. lite")
     if backbone.name == "features" and data.name not in (*catalogue.SETS, *catalogue.OTHERS):
-        allowed = "an encoder, e.g. lite: your own data set is read as pictures and texts"
+        allowed = "an encoder, e.g. lite: your own data set is read as images and texts"
         raise InputError("backbone.name", f"features with data.name {label(data.name)}", allowed)
     if data.name == "features":
         if data.path is None:

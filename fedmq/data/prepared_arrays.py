@@ -104,7 +104,7 @@ class Prepared:
 
         These are item keys, caption counts, labels and splits, and the content of a file of features. Extracted
         features are excluded: their floating-point rounding differs between machines. :attr:`digest` does depend on
-        the machine, as it identifies pictures by size and modification time.
+        the machine, as it identifies images by size and modification time.
         """
         facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
         digest = hashlib.sha256(json.dumps(facts).encode())

@@ -1,4 +1,4 @@
-"""The :class:`RawSet` that readers return (pictures, captions or tags, labels, split), and helpers for readers.
+"""The :class:`RawSet` that readers return (images, captions or tags, labels, split), and helpers for readers.
 
 The helpers validate sets, encode labels, and read text and JSON files with one-line errors.
 """
@@ -49,22 +49,22 @@ class RawSet:
     Args:
         place: source named in error messages, e.g. the annotation file.
         keys: n unique item keys.
-        pictures: n images or videos.
+        images: n images or videos.
         captions: n tuples of captions, possibly empty.
         bag: bag of words [n, V] (0/1 or counts), or None.
         vocabulary: the V words of ``bag``; empty if the data set does not name them.
         labels: multi-hot uint8 [n, L], or None.
         label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
         split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
-        stamps: n fingerprints of the pictures; None if their files have not been read.
+        stamps: n fingerprints of the images; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
-        unpaired: items may lack their picture or their captions, because the set declares this for each item.
-        alone: files of captions without a picture, which are not items.
+        unpaired: items may lack their image or their captions, because the set declares this for each item.
+        alone: files of captions without an image, which are not items.
     """
 
     place: str
     keys: tuple[str, ...]
-    pictures: Images
+    images: Images
     captions: tuple[tuple[str, ...], ...]
     bag: Array | None = None
     labels: U8 | None = None
@@ -85,7 +85,7 @@ class RawSet:
         return replace(
             self,
             keys=tuple(self.keys[row] for row in chosen),
-            pictures=self.pictures.subset(chosen.tolist()),
+            images=self.images.subset(chosen.tolist()),
             captions=tuple(self.captions[row] for row in chosen),
             bag=None if self.bag is None else self.bag[chosen],
             labels=None if self.labels is None else self.labels[chosen],
@@ -95,11 +95,11 @@ class RawSet:
         )
 
     @cached_property
-    def pictured(self) -> npt.NDArray[np.bool_]:
-        """Bool [n]: whether each item has a picture, whether or not its file is readable."""
-        if not isinstance(self.pictures, ImagesWithGaps):
+    def with_image(self) -> npt.NDArray[np.bool_]:
+        """Bool [n]: whether each item has an image, whether or not its file is readable."""
+        if not isinstance(self.images, ImagesWithGaps):
             return np.ones(len(self), np.bool_)
-        return np.array([at is not None for at in self.pictures.rows])
+        return np.array([at is not None for at in self.images.rows])
 
     @property
     def example(self) -> str:
@@ -113,13 +113,13 @@ class RawSet:
         return f"for example {self.keys[row]}: captions {captions}{named}"
 
     def present(self, kind: str) -> Present | None:
-        """The modalities of each item, bool [n, 2]: picture, captions; None if all items have both.
+        """The modalities of each item, bool [n, 2]: image, captions; None if all items have both.
 
         Args:
             kind: kind of text; an item always has a bag of words.
         """
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
-        return presence(self.pictured, captioned)
+        return presence(self.with_image, captioned)
 
     def labelled(self) -> RawSet:
         """The items that have a label.
@@ -135,21 +135,21 @@ class RawSet:
 
     @cached_property
     def image_digest(self) -> str:
-        """SHA-256 (hex) of the pictures' contents, regardless of file names."""
-        return _digest(self.pictures.stamps() if self.stamps is None else self.stamps)
+        """SHA-256 (hex) of the images' contents, regardless of file names."""
+        return _digest(self.images.stamps() if self.stamps is None else self.stamps)
 
-    def same_pictures(self, progress: Progress | None = None) -> npt.NDArray[np.int64]:
-        """The first row with the same picture as each row: int64 [n].
+    def same_images(self, progress: Progress | None = None) -> npt.NDArray[np.int64]:
+        """The first row with the same image as each row: int64 [n].
 
         Args:
-            progress: called while pictures are read.
+            progress: called while images are read.
 
         Raises:
-            InputError: a picture cannot be read.
+            InputError: an image cannot be read.
         """
         contents = self.stamps
-        if contents is None or not isinstance(self.pictures, ImageFiles):
-            contents = self.pictures.contents(tell(progress, "pictures compared", len(self)))
+        if contents is None or not isinstance(self.images, ImageFiles):
+            contents = self.images.contents(tell(progress, "images compared", len(self)))
         return first_of_equals(contents)
 
     def text_digest(self, kind: str) -> str:
@@ -192,9 +192,9 @@ def checked(raw: RawSet) -> RawSet:
             whole(text, f"{raw.place}: {key!a}")
         try:
             # Python can represent file names of arbitrary bytes, but other lone surrogates never name a file.
-            os.fsencode(raw.pictures.name(row))
+            os.fsencode(raw.images.name(row))
         except UnicodeEncodeError:
-            raise InputError(f"{raw.place}: {key!a}", raw.pictures.name(row), "the name of a file") from None
+            raise InputError(f"{raw.place}: {key!a}", raw.images.name(row), "the name of a file") from None
     for name in raw.label_names:
         whole(name, f"{raw.place}: labels")
     visible = tuple(tuple(filter(_is_visible, captions)) for captions in raw.captions)
@@ -342,7 +342,7 @@ def first_existing(paths: Sequence[Path], place: str, what: str) -> Path:
 
 # --- opening images early -------------------------------------------------------------------------------------------
 
-#: Maximum number of image files whose headers are read, and of pictures inside other files that are decoded.
+#: Maximum number of image files whose headers are read, and of images inside other files that are decoded.
 MOST_FILES, MOST_STORED = 10_000, 500
 #: Names listed in one message.
 LISTED = 5
@@ -351,10 +351,10 @@ _THREADS, _BATCH = 8, 64
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What opening the pictures of a data set found.
+    """What opening the images of a data set found.
 
     Args:
-        tried: number of pictures that were opened.
+        tried: number of images that were opened.
         names: ``name (reason)`` of those that cannot be read.
     """
 
@@ -363,19 +363,19 @@ class Unreadable:
 
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
-    """Open the pictures of a data set in order, for image files only the headers; videos are not opened.
+    """Open the images of a data set in order, for image files only the headers; videos are not opened.
 
     Args:
-        raw: the data set; its missing pictures are passed over.
-        progress: called while pictures are opened.
+        raw: the data set; its missing images are passed over.
+        progress: called while images are opened.
 
     Raises:
         InputError: the package that reads these files is missing.
     """
     files = in_files(raw)
-    rows = [row for row in range(len(raw)) if raw.pictured[row] and not raw.pictures.missing(row)]
+    rows = [row for row in range(len(raw)) if raw.with_image[row] and not raw.images.missing(row)]
     rows = rows[: MOST_FILES if files else MOST_STORED]
-    report, found = tell(progress, "pictures opened", len(rows)), list[str]()
+    report, found = tell(progress, "images opened", len(rows)), list[str]()
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]
@@ -385,17 +385,17 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
 
 
 def in_files(raw: RawSet) -> bool:
-    """Whether each picture is a file of its own, not one in an archive or an array."""
-    return isinstance(raw.pictures.held if isinstance(raw.pictures, ImagesWithGaps) else raw.pictures, ImageFiles)
+    """Whether each image is a file of its own, not one in an archive or an array."""
+    return isinstance(raw.images.held if isinstance(raw.images, ImagesWithGaps) else raw.images, ImageFiles)
 
 
 def _problem(raw: RawSet, files: bool, row: int) -> str:
-    """Name and reason of a picture that cannot be read; empty if it can."""
+    """Name and reason of an image that cannot be read; empty if it can."""
     try:
         if not files:
-            raw.pictures.frames(row)
+            raw.images.frames(row)
             return ""
-        path = Path(raw.pictures.name(row))
+        path = Path(raw.images.name(row))
         if path.suffix.lower() not in VIDEO_ENDINGS and not is_folder(path):
             check_header(path)
     except MissingPackageError:

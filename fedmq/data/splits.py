@@ -86,14 +86,14 @@ def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
 
 
 def _assign(order: I64, same: I64 | None, split: U8, sizes: Sequence[tuple[str, int]]) -> None:
-    """Assign items to splits in an order; items with the same picture go into one split.
+    """Assign items to splits in an order; items with the same image go into one split.
 
     Without such items, each split takes the next items. Otherwise a split takes the next groups that still fit, so it
     may stay smaller than its size, or one group if none fits.
 
     Args:
         order: int64 [n], a permutation of the rows.
-        same: int64 [n], the first row with the same picture as each row; None if all pictures differ.
+        same: int64 [n], the first row with the same image as each row; None if all images differ.
         split: uint8 [n], indices into ``SPLITS``; changed in place.
         sizes: name and number of items of each split, in the order of assignment.
     """
@@ -122,24 +122,24 @@ def draw_split(n: int, seed: int, same: I64 | None = None) -> npt.NDArray[np.uin
     Args:
         n: number of items.
         seed: seed of the draw.
-        same: int64 [n], the first row with the same picture as each row: these go into one split. None if all differ.
+        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
 
     Raises:
-        InputError: all items have the same picture.
+        InputError: all items have the same image.
     """
-    _check_pictures(same)
+    _check_images(same)
     split = np.zeros(n, dtype=np.uint8)
     order = numpy_generator(seed, "split").permutation(n)
     _assign(order, same, split, (("test", max(1, n // 10)), ("val", n // 10)))
     return split
 
 
-def _check_pictures(same: I64 | None) -> None:
+def _check_images(same: I64 | None) -> None:
     if same is not None and (same == same[0]).all():
-        raise InputError("data", f"one picture for all {len(same)} items", "at least two: one to train on, one to test")
+        raise InputError("data", f"one image for all {len(same)} items", "at least two: one to train on, one to test")
 
 
 def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
@@ -155,7 +155,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
         uint8 [n], indices into ``SPLITS``.
 
     Raises:
-        InputError: the set is too small for these sizes, or all items have the same picture.
+        InputError: the set is too small for these sizes, or all items have the same image.
     """
     queries = sizes.queries or 0
     rest = n - queries - sizes.val
@@ -163,7 +163,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     if queries < 1 or train < 1 or train > rest:
         found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
         raise InputError("data.queries, data.val, data.train", found, f"in total at most the {n} items of the data set")
-    _check_pictures(same)
+    _check_images(same)
     order = numpy_generator(seed, "data", "split").permutation(n)
     # Without a number of training items all others are for training, also those that a smaller split leaves over.
     split = np.full(n, SPLITS.index("train" if sizes.train is None else "database"), dtype=np.uint8)
@@ -172,9 +172,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     return split
 
 
-def split_of(
-    official: U8 | None, n: int, data: Data, usual: Draw, same_pictures: Callable[[], I64] | None = None
-) -> U8:
+def split_of(official: U8 | None, n: int, data: Data, usual: Draw, same_images: Callable[[], I64] | None = None) -> U8:
     """The split to use: sampled by the scenario's sizes, else the official split, else sampled by the usual sizes.
 
     Args:
@@ -182,8 +180,8 @@ def split_of(
         n: number of items.
         data: the scenario's data section; any of queries, val and train overrides the official split.
         usual: the data set's split sizes from the literature.
-        same_pictures: gives, where a split is sampled, the first row with the same picture as each row, int64 [n]:
-            these go into one split. None if all pictures differ.
+        same_images: gives, where a split is sampled, the first row with the same image as each row, int64 [n]:
+            these go into one split. None if all images differ.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
@@ -198,13 +196,13 @@ def split_of(
                 raise InputError(f"data: {data.name}", f"no {name} item", "at least one train and one test item")
         return official
     if not given and usual.queries is None:
-        return draw_split(n, data.split_seed, same_pictures() if same_pictures else None)
+        return draw_split(n, data.split_seed, same_images() if same_images else None)
     queries = data.queries if data.queries is not None else usual.queries
     if queries is None:
         raise InputError("data.queries", None, "a number of test items where data.val or data.train is given")
     val = usual.val if data.val is None else data.val
     sizes = Draw(queries, val, usual.train if data.train is None else data.train)
-    return draw_parts(n, sizes, data.split_seed, same_pictures() if same_pictures else None)
+    return draw_parts(n, sizes, data.split_seed, same_images() if same_images else None)
 
 
 def split_numbers(
@@ -231,7 +229,7 @@ def split_numbers(
 
 # --- items with the same image --------------------------------------------------------------------------------------
 
-#: Largest distance of the unit vectors of one picture that was encoded twice, e.g. in batches of different sizes.
+#: Largest distance of the unit vectors of one image that was encoded twice, e.g. in batches of different sizes.
 NEAR = 1.5e-3
 _DIRECTIONS, _CHUNK = 8, 4096
 
@@ -247,7 +245,7 @@ def first_of_equals(values: Iterable[Hashable]) -> I64:
 
 
 def same_rows(array: Array) -> I64:
-    """The first row of an array [n, ...] with the same values as each row: int64 [n]; rows of zeros are not pictures.
+    """The first row of an array [n, ...] with the same values as each row: int64 [n]; rows of zeros are not images.
 
     >>> same_rows(np.array([[1.0], [2.0], [1.0], [0.0], [0.0]])).tolist()
     [0, 1, 0, 3, 4]

@@ -28,17 +28,17 @@ LEAST = 2
 #: Number of items below which a fifth of the items is held out for the test instead of a tenth.
 FEW = 200
 _FORMS = (
-    f"a folder of pictures with .txt files or metadata.csv, a list ({', '.join(manifest.READERS)}), "
+    f"a folder of images with .txt files or metadata.csv, a list ({', '.join(manifest.READERS)}), "
     f"{' or '.join(parquet.ENDINGS)} files, tar files, or features ({' or '.join(FEATURES)})"
 )
 
 
-def reader_of(path: Path, *, pictures_alone: bool = False) -> str:
+def reader_of(path: Path, *, images_alone: bool = False) -> str:
     """The ``data.name`` that reads a file or folder, judged by names alone.
 
     Args:
         path: the file or folder.
-        pictures_alone: whether a folder may have pictures without any caption.
+        images_alone: whether a folder may have images without any caption.
 
     Raises:
         InputError: it does not exist, or no reader fits it.
@@ -64,7 +64,7 @@ def reader_of(path: Path, *, pictures_alone: bool = False) -> str:
     if found & set(parquet.ENDINGS):
         return "parquet"
     lists = sorted(file for file in path.iterdir() if file.suffix.lower() in manifest.READERS)
-    if found & IMAGE_ENDINGS and (".txt" in found or (pictures_alone and not lists)):
+    if found & IMAGE_ENDINGS and (".txt" in found or (images_alone and not lists)):
         return "folder"
     if lists:
         raise InputError("--data", str(path), f"the list itself: {', '.join(map(str, lists[:3]))}")
@@ -80,11 +80,11 @@ class OwnData:
         path: absolute path.
         items: number of items.
         captions: number of captions.
-        pairs: number of items with a picture and captions.
-        left_out: names of the items that lack a picture or captions and are left out, each with the reason.
-        alone: files of captions without a picture.
+        pairs: number of items with an image and captions.
+        left_out: names of the items that lack an image or captions and are left out, each with the reason.
+        alone: files of captions without an image.
         example: one item with its captions and labels, in a line; empty if captions are unknown as text.
-        unopened: number of pictures that were not opened, because there are very many.
+        unopened: number of images that were not opened, because there are very many.
         missing: the ``data.missing`` with which these items are read; empty for the default.
         split: number of training and of test pairs, of data that define the split or whose split is always drawn in
             these proportions; None if the scenario can say how many to draw.
@@ -108,53 +108,51 @@ class OwnData:
         notes = (
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {first_few(self.left_out)}"),
-            (self.alone, f"text files without a picture next to them ({len(self.alone)}): {first_few(self.alone)}"),
-            (self.missing == "keep", f"pictures without captions, used as pictures only: {self.items - self.pairs}"),
-            (self.unopened, f"{self.unopened:,} pictures were not opened; fedmq data check opens all of them"),
+            (self.alone, f"text files without an image next to them ({len(self.alone)}): {first_few(self.alone)}"),
+            (self.missing == "keep", f"images without captions, used as images only: {self.items - self.pairs}"),
+            (self.unopened, f"{self.unopened:,} images were not opened; fedmq data check opens all of them"),
         )
         return tuple(line for held, line in notes if held)
 
 
-def count(path: Path, progress: Progress | None = None, *, pictures_alone: bool = False) -> OwnData:
-    """Read the annotations of a user's data and open the pictures, as :func:`unreadable` does.
+def count(path: Path, progress: Progress | None = None, *, images_alone: bool = False) -> OwnData:
+    """Read the annotations of a user's data and open the images, as :func:`unreadable` does.
 
     Args:
         path: path of the data.
-        progress: called while pictures are opened.
-        pictures_alone: whether pictures without captions count as items; otherwise they are left out.
+        progress: called while images are opened.
+        images_alone: whether images without captions count as items; otherwise they are left out.
 
     Raises:
-        InputError: no reader fits the data, they are malformed, or a picture cannot be read.
+        InputError: no reader fits the data, they are malformed, or an image cannot be read.
     """
     path = path.expanduser()
     path = Path(whole(str(path), "--data")).absolute()
-    name = reader_of(path, pictures_alone=pictures_alone)
+    name = reader_of(path, images_alone=images_alone)
     if name == "features":
         read = read_features(path, 0)
         both = np.ones(len(read.image), np.bool_) if read.present is None else read.present[:, 0] & read.present[:, 1]
         return OwnData(
             name, path, len(both), int(read.captions.sum()), int(both.sum()), _train_and_test(read.split, both)
         )
-    raw = catalogue.find(name).read(Data(name=name, path=path, missing="keep" if pictures_alone else "skip"))
+    raw = catalogue.find(name).read(Data(name=name, path=path, missing="keep" if images_alone else "skip"))
     incomplete = _incomplete(raw)
-    alone = pictures_alone and bool(incomplete) and not any(map(raw.pictures.missing, incomplete))
+    alone = images_alone and bool(incomplete) and not any(map(raw.images.missing, incomplete))
     if alone:
         raw, incomplete = replace(raw, unpaired=True), {}
     left_out = tuple(f"{raw.keys[row]} ({reason})" for row, reason in incomplete.items())
     kept = raw.subset([row for row in range(len(raw)) if row not in incomplete]) if incomplete else raw
     if len(kept) <= LEAST:
-        found = f"{len(kept)} items with picture and caption" + (
-            f"; without: {first_few(left_out)}" if left_out else ""
-        )
+        found = f"{len(kept)} items with image and caption" + (f"; without: {first_few(left_out)}" if left_out else "")
         raise InputError(str(path), found, f"at least {LEAST + 1}{_where(raw, incomplete)}")
     opened = unreadable(kept, progress)
     if opened.names:
-        found = f"{len(opened.names)} of {opened.tried} pictures that cannot be read: {first_few(opened.names)}"
+        found = f"{len(opened.names)} of {opened.tried} images that cannot be read: {first_few(opened.names)}"
         raise InputError(str(path), found, "images, e.g. JPEG or PNG; repair or remove these")
-    both = np.array([bool(captions) for captions in kept.captions]) & kept.pictured
+    both = np.array([bool(captions) for captions in kept.captions]) & kept.with_image
     split = None if kept.split is None else _train_and_test(kept.split, both)
     captions = sum(map(len, kept.captions))
-    pairs, unopened = int(both.sum()), int(kept.pictured.sum()) - opened.tried
+    pairs, unopened = int(both.sum()), int(kept.with_image.sum()) - opened.tried
     missing = "keep" if alone else "skip" if left_out else ""
     return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened, missing)
 
@@ -167,15 +165,13 @@ def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:
 def _incomplete(raw: RawSet) -> dict[int, str]:
     """Rows that a run would refuse, unless the data say so of each item, with the reason."""
     found = {row: "no caption" for row in range(len(raw)) if not (raw.captions[row] or raw.unpaired)}
-    return found | {row: "no such file" for row in range(len(raw)) if raw.pictures.missing(row)}
+    return found | {row: "no such file" for row in range(len(raw)) if raw.images.missing(row)}
 
 
 def _where(raw: RawSet, incomplete: Mapping[int, str]) -> str:
-    """Where the first missing picture was looked for."""
-    row = next((row for row in incomplete if raw.pictures.missing(row)), None)
-    return (
-        "" if row is None else f"; e.g. {raw.pictures.name(row)} does not exist, paths start at the folder of the list"
-    )
+    """Where the first missing image was looked for."""
+    row = next((row for row in incomplete if raw.images.missing(row)), None)
+    return "" if row is None else f"; e.g. {raw.images.name(row)} does not exist, paths start at the folder of the list"
 
 
 @dataclass(frozen=True)
@@ -251,7 +247,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
         f"rounds: {plan.rounds}",
         "# The federated method; fedmq protocols lists all of them and their options.",
         f"protocol: {{name: {json.dumps(plan.method)}}}",
-        *(["# Items without a picture or a caption are left out."] if kept else []),
+        *(["# Items without an image or a caption are left out."] if kept else []),
         f"data: {{name: {data.name}, path: {json.dumps(str(data.path), ensure_ascii=False)}{drawn}{kept}}}",
         "# The frozen encoders. Larger ones: docs/reference/backbones.md.",
         f"backbone: {{name: {backbone}}}",
@@ -279,8 +275,8 @@ def site_text(file: Path, data: OwnData, silo: str, address: str) -> str:
     folder = file.absolute().parent
     place = data.path.relative_to(folder) if data.path.is_relative_to(folder) else data.path
     notes = {
-        "keep": ["# Pictures without captions are used as pictures only; missing: skip would leave them out."],
-        "skip": ["# Items without a picture or a caption are left out."],
+        "keep": ["# Images without captions are used as images only; missing: skip would leave them out."],
+        "skip": ["# Items without an image or a caption are left out."],
     }
     kept = f", missing: {data.missing}" if data.missing else ""
     lines = [

@@ -150,7 +150,7 @@ def sentences(warnings: DataWarnings, *, equal: bool = True, known: bool = True)
         (warnings.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
         (warnings.known * known, heldout, "the image vector of a training item"),
         (warnings.public, heldout, "the image vector of a public item"),
-        (warnings.near, heldout, "nearly the image vector of a training item, like one picture that was encoded twice"),
+        (warnings.near, heldout, "nearly the image vector of a training item, like one image that was encoded twice"),
         (warnings.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (warnings.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
         (warnings.file_names, ("caption ends", "captions end"), "like the name of an image file"),

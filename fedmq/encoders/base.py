@@ -34,10 +34,10 @@ class Encoder:
     Args:
         digest: digest of the weights and of everything else that affects the encoder's rows.
         encode: maps items to rows [n, ...]; a row depends only on its item and its position in the call.
-        fit: resizes a picture right after decoding.
+        fit: resizes an image right after decoding.
         mean: mean per channel if rows are pixels that the model normalises; else empty.
         std: standard deviation per channel if rows are pixels that the model normalises; else empty.
-        edge: edge length [pixels] of pictures that need no resizing; drawings are rendered at this size.
+        edge: edge length [pixels] of images that need no resizing; drawings are rendered at this size.
         later: digest of the weights that the model applies to the rows if these are pixels; else empty.
         width: length of a row if known before encoding; else 0.
         cut: for a text encoder, whether it reads only the beginning of each text; None if it reads any length.
@@ -45,7 +45,7 @@ class Encoder:
 
     digest: str
     encode: Callable[[Sequence[Any]], Array]
-    fit: Callable[[Pixels], Pixels] = lambda picture: picture
+    fit: Callable[[Pixels], Pixels] = lambda image: image
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     edge: int = 224

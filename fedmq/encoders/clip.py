@@ -33,7 +33,7 @@ Tokens = npt.NDArray[np.int32]
 # --- towers ---------------------------------------------------------------------------------------------------------
 
 
-#: Video frames per forward pass: a batch of videos has about twelve times the pictures of a batch of photos.
+#: Video frames per forward pass: a batch of videos has about twelve times the images of a batch of photos.
 FRAMES_AT_ONCE = 256
 
 

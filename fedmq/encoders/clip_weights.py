@@ -160,7 +160,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing of a model's pictures.
+    """Preprocessing of a model's images.
 
     Args:
         mean: mean per channel of pixels scaled to [0, 1].
@@ -202,7 +202,7 @@ def preprocessing(backbone: Backbone) -> Preprocessing:
 
     shared = Preprocessing(*(agreed(key) for key in ("mean", "std", "interpolation", "resize_mode")))
     if shared.resize_mode not in ("shortest", "squash") or shared.interpolation not in ("bicubic", "bilinear"):
-        found = f"{what or backbone.name}, whose pictures are scaled by {shared.resize_mode}, {shared.interpolation}"
+        found = f"{what or backbone.name}, whose images are scaled by {shared.resize_mode}, {shared.interpolation}"
         raise InputError("backbone.pretrained", found, "weights for shortest or squash, bicubic or bilinear")
     implied = kind == "tag" or (shared.mean, shared.std) == (usual.mean, usual.std)
     return shared if implied else replace(shared, unnamed=(*shared.mean, *shared.std))
@@ -395,11 +395,11 @@ def _tensors(model: nn.Module) -> dict[Modality, dict[str, Tensor]]:
 
 
 def image_size(name: str, config: Mapping[str, Any]) -> int:
-    """Edge length of a model's square input pictures [pixels]."""
+    """Edge length of a model's square input images [pixels]."""
     size = config["vision_cfg"].get("image_size", 224)
     edges = set(size) if isinstance(size, list | tuple) else {size}
     if len(edges) != 1:
-        raise InputError("backbone.name", name, f"a model of square pictures, not {size}")
+        raise InputError("backbone.name", name, f"a model of square images, not {size}")
     return int(edges.pop())
 
 

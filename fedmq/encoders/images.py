@@ -303,7 +303,7 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
         uint8 [edge, edge, 3].
 
     Raises:
-        InputError: the picture has no pixels or is too narrow.
+        InputError: the image has no pixels or is too narrow.
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
@@ -316,13 +316,13 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
     return np.asarray(scaled.crop((left, top, left + edge, top + edge)))
 
 
-def as_pixels(picture: object, place: str) -> Pixels:
+def as_pixels(image: object, place: str) -> Pixels:
     """Decode an image given as a path, a Pillow image, an array or a tensor.
 
     Args:
-        picture: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
+        image: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
             torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
-        place: place of the picture in error messages.
+        place: place of the image in error messages.
 
     Returns:
         uint8 [height, width, 3].
@@ -330,25 +330,25 @@ def as_pixels(picture: object, place: str) -> Pixels:
     Raises:
         InputError: the file is not an image, or the object has another type, shape, dtype or range.
     """
-    if isinstance(picture, str | os.PathLike):
-        return decode(Path(picture))
-    if hasattr(picture, "convert") and hasattr(picture, "getexif"):  # Pillow is imported only where it is used
-        tags, image = getattr(picture, "tag_v2", {}), package("PIL.ImageOps", "embedded", place).exif_transpose(picture)
-        _check_sides(place, *image.size)
-        return _eight_bits(image, tags, place)
+    if isinstance(image, str | os.PathLike):
+        return decode(Path(image))
+    if hasattr(image, "convert") and hasattr(image, "getexif"):  # Pillow is imported only where it is used
+        tags, upright = getattr(image, "tag_v2", {}), package("PIL.ImageOps", "embedded", place).exif_transpose(image)
+        _check_sides(place, *upright.size)
+        return _eight_bits(upright, tags, place)
     # There are no tensors before torch is imported, which takes seconds that readers do without.
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(picture, torch.Tensor):
-        array = picture.detach().cpu().numpy()
-        picture = array.transpose(1, 2, 0) if array.ndim == 3 else array
-    if not isinstance(picture, np.ndarray):
-        raise InputError(place, f"an object of type {type(picture).__name__}", "a path, Pillow image, array or tensor")
-    if picture.ndim != 3 or picture.shape[2] != 3:
+    if torch is not None and isinstance(image, torch.Tensor):
+        array = image.detach().cpu().numpy()
+        image = array.transpose(1, 2, 0) if array.ndim == 3 else array
+    if not isinstance(image, np.ndarray):
+        raise InputError(place, f"an object of type {type(image).__name__}", "a path, Pillow image, array or tensor")
+    if image.ndim != 3 or image.shape[2] != 3:
         allowed = "an array [height, width, 3] or a tensor [3, height, width] of RGB values"
-        raise InputError(place, f"shape {list(picture.shape)}", allowed)
-    _check_sides(place, picture.shape[1], picture.shape[0])
-    if picture.dtype == np.uint8:
-        return np.ascontiguousarray(picture)
-    if not np.issubdtype(picture.dtype, np.floating) or not ((picture >= 0) & (picture <= 1)).all():
-        raise InputError(place, f"{picture.dtype} values", "uint8, or floating point in [0, 1]")
-    return np.round(255 * picture).astype(np.uint8)
+        raise InputError(place, f"shape {list(image.shape)}", allowed)
+    _check_sides(place, image.shape[1], image.shape[0])
+    if image.dtype == np.uint8:
+        return np.ascontiguousarray(image)
+    if not np.issubdtype(image.dtype, np.floating) or not ((image >= 0) & (image <= 1)).all():
+        raise InputError(place, f"{image.dtype} values", "uint8, or floating point in [0, 1]")
+    return np.round(255 * image).astype(np.uint8)

@@ -174,7 +174,7 @@ def frame(image: Pixels) -> Pixels:
     """Crop a drawing to its content and resize it to the tower's input; photographs are only resized.
 
     This makes the margins of different sets of drawings equal. If all four corners have the same colour, it is the
-    background: the picture is cropped to the rest and centred on a square of that colour, with a margin of 1/16.
+    background: the image is cropped to the rest and centred on a square of that colour, with a margin of 1/16.
 
     Args:
         image: uint8 [height, width, 3].

@@ -26,7 +26,7 @@ Layer = Callable[[Tensor], Tensor]
 
 #: Edge length of the square inputs of CNN-F and VGG [pixels].
 EDGE = 224
-# Pictures per forward pass without gradients: the layers need megabytes per picture.
+# Images per forward pass without gradients: the layers need megabytes per image.
 _BLOCK = 64
 
 
@@ -131,7 +131,7 @@ class Network(nn.Module):
 
     @property
     def width(self) -> int:
-        """Output width d of :meth:`forward` for pictures of size :data:`EDGE`."""
+        """Output width d of :meth:`forward` for images of size :data:`EDGE`."""
         with torch.inference_mode():
             return int(self(torch.zeros(1, 3, EDGE, EDGE, device=self.mean.device)).shape[1])
 

@@ -21,8 +21,8 @@ def _batches(encode: Callable[[Array], torch.Tensor], items: Array) -> Array:
     return np.concatenate(parts)
 
 
-def _channels_first(pictures: Sequence[Pixels]) -> Array:
-    return np.ascontiguousarray(np.stack(pictures).transpose(0, 3, 1, 2))
+def _channels_first(images: Sequence[Pixels]) -> Array:
+    return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
 
 
 def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
@@ -32,17 +32,17 @@ def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
     how = timm_images.preprocessing(backbone)
     edge, crop, squash = int(how["input_size"][-1]), float(how["crop_pct"]), how["crop_mode"] == "squash"
 
-    def preprocess(picture: Pixels) -> Pixels:
-        return fit(picture, edge, crop, str(how["interpolation"]).upper(), squash=squash)
+    def preprocess(image: Pixels) -> Pixels:
+        return fit(image, edge, crop, str(how["interpolation"]).upper(), squash=squash)
 
-    def encode(pictures: Sequence[Pixels]) -> Array:
+    def encode(images: Sequence[Pixels]) -> Array:
         model = loaded()
         mean, std = (255 * torch.tensor(how[name], device=device).view(-1, 1, 1) for name in ("mean", "std"))
         return _batches(
-            lambda rows: model((torch.from_numpy(rows).to(device).float() - mean) / std), _channels_first(pictures)
+            lambda rows: model((torch.from_numpy(rows).to(device).float() - mean) / std), _channels_first(images)
         )
 
-    # Centre cropping applies to rendered drawings too, so the key has the version for all kinds of pictures.
+    # Centre cropping applies to rendered drawings too, so the key has the version for all kinds of images.
     facts = (PIXELS_VERSION, "squash") if squash else (PIXELS_VERSION,)
     return Encoder(key_of(timm_images.weights_digest(backbone, seed, cache), *facts), encode, preprocess)
 
@@ -50,16 +50,16 @@ def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
 def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
     from fedmq.encoders import matconvnet  # noqa: PLC0415
 
-    def preprocess(picture: Pixels) -> Pixels:
-        return fit(picture, matconvnet.EDGE)
+    def preprocess(image: Pixels) -> Pixels:
+        return fit(image, matconvnet.EDGE)
 
     if backbone.end_to_end:
         later = matconvnet.weights_digest(backbone)
         return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, preprocess, later=later)
     loaded = functools.cache(lambda: matconvnet.load(backbone, device))
 
-    def encode(pictures: Sequence[Pixels]) -> Array:
-        return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
+    def encode(images: Sequence[Pixels]) -> Array:
+        return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device)), _channels_first(images))
 
     return Encoder(matconvnet.weights_digest(backbone), encode, preprocess)
 
@@ -93,8 +93,8 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     # The default resizing is not part of the key, which keeps existing caches valid.
     resizing_key = () if resizing == ("bicubic", "shortest") else resizing
 
-    def preprocess(picture: Pixels) -> Pixels:
-        return fit(picture, size, resample=how.interpolation.upper(), squash=how.resize_mode == "squash")
+    def preprocess(image: Pixels) -> Pixels:
+        return fit(image, size, resample=how.interpolation.upper(), squash=how.resize_mode == "squash")
 
     if backbone.adapter_site == "blocks":
         frozen = clip_weights.weights(backbone, seed, cache)
@@ -109,8 +109,8 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
         )
     tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "image", device))
 
-    def encode(pictures: Sequence[Pixels]) -> Array:
-        return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
+    def encode(images: Sequence[Pixels]) -> Array:
+        return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(images))
 
     width = int(clip_weights.config_of(backbone.name)["embed_dim"])
     return Encoder(

@@ -77,8 +77,8 @@ def preprocessing(backbone: Backbone) -> Mapping[str, Any]:
         how = timm.data.resolve_data_config(pretrained_cfg=config.to_dict())
     _, height, width = how["input_size"]
     if how["crop_mode"] not in ("center", "squash") or height != width:
-        found = f"{backbone.name}, whose pictures are {width} x {height} with crop_mode {how['crop_mode']}"
-        raise InputError("backbone.name", found, "a model of square pictures with crop_mode center or squash")
+        found = f"{backbone.name}, whose images are {width} x {height} with crop_mode {how['crop_mode']}"
+        raise InputError("backbone.name", found, "a model of square images with crop_mode center or squash")
     return how
 
 

@@ -81,7 +81,7 @@ class Tower(nn.Module):
         self.sharpness = 1.0
 
     def forward(self, x: Tensor) -> Out:
-        """Map float32 features [B, d], or pictures [B, ...] for an encoder, to an Out."""
+        """Map float32 features [B, d], or images [B, ...] for an encoder, to an Out."""
         if self.encoder is not None:
             x = self.encoder(x)
         for layer in self.hidden.values():
@@ -278,7 +278,7 @@ def build(
         trained: encoder that is trained with the image tower; None for frozen features.
 
     Raises:
-        InputError: the inputs are not features (with a trained encoder: not pictures of its size), or the base loss
+        InputError: the inputs are not features (with a trained encoder: not images of its size), or the base loss
             needs labels that the data set lacks.
     """
     encoder = None if trained is None else _trained_encoder(trained, inputs.image_shape, device)

@@ -205,7 +205,7 @@ def _described(release: Release, population: Population, rows: I64) -> Describe:
         return partial(_as_item, known, captions, None, ())
     raw = catalogue.find(data.name).read(data)
     places = {key: place for place, key in enumerate(raw.keys)}
-    return partial(_as_item, known, captions, raw.pictures, [places[key] for key in known])
+    return partial(_as_item, known, captions, raw.images, [places[key] for key in known])
 
 
 def _as_item(

@@ -300,11 +300,11 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 @dataclass(frozen=True)
 class PixelArray:
-    """Pictures in one stored array, for ``image_sets.StoredImages``; pictures in an HDF5 file are read one by one.
+    """Images in one stored array, for ``image_sets.StoredImages``; images in an HDF5 file are read one by one.
 
     Args:
-        stored: array of four dimensions: pictures first or last, and three channels before or after height and width.
-        n: number of pictures.
+        stored: array of four dimensions: images first or last, and three channels before or after height and width.
+        n: number of images.
     """
 
     stored: Stored
@@ -319,7 +319,7 @@ class PixelArray:
         return self.stored.place
 
     def name(self, row: int) -> str:
-        """Name of one picture in error messages."""
+        """Name of one image in error messages."""
         return f"{self.place}[{row}]"
 
     @cached_property
@@ -332,7 +332,7 @@ class PixelArray:
         return self.stored.read()
 
     def _stored(self, row: int) -> Array:
-        """One picture with its axes as they are stored."""
+        """One image with its axes as they are stored."""
         if self.stored.hdf5:
             path, shape = self.stored.path, self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
             arguments = (path, self.stored.key, row, shape[0] != self.n)
@@ -342,44 +342,44 @@ class PixelArray:
         with _OPENING:
             images = self._all
         if images.ndim != 4 or self.n not in (images.shape[0], images.shape[3]):
-            raise InputError(self.place, f"shape {list(images.shape)}", f"{self.n} pictures")
+            raise InputError(self.place, f"shape {list(images.shape)}", f"{self.n} images")
         return images[row] if images.shape[0] == self.n else images[..., row]
 
     def checked(self) -> PixelArray:
-        """Validate the array, so that it is reported once and not for each picture, and return it.
+        """Validate the array, so that it is reported once and not for each image, and return it.
 
         Raises:
             InputError: there is no channel axis of size 3, or the dtype is not an integer type and the first, middle or
-                last picture has values other than integers from 0 to 255.
+                last image has values other than integers from 0 to 255.
         """
         shape = self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
         rest = shape[1:] if shape[0] == self.n else shape[:-1]
         if 3 not in (rest[0], rest[2]) or 0 in shape:
             raise InputError(self.place, f"shape {list(self.stored.shape)}", _ALLOWED)
         if not self.stored.integers:
-            # MATLAB's default type is double. Checking every picture would take as long as the extraction.
+            # MATLAB's default type is double. Checking every image would take as long as the extraction.
             for row in sorted({0, self.n // 2, self.n - 1}):
                 self.image(row)
         return self
 
     def image(self, row: int) -> Pixels:
-        """Read one picture: uint8 [height, width, 3].
+        """Read one image: uint8 [height, width, 3].
 
         Raises:
-            InputError: the picture cannot be read, or its values are not integers from 0 to 255.
+            InputError: the image cannot be read, or its values are not integers from 0 to 255.
         """
-        picture = self._stored(row)
-        if picture.ndim != 3:
-            raise InputError(self.name(row), f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
+        image = self._stored(row)
+        if image.ndim != 3:
+            raise InputError(self.name(row), f"{image.dtype} {list(image.shape)}", _ALLOWED)
         # MATLAB stores arrays in HDF5 with reversed axes.
-        picture = picture.transpose() if self.stored.matlab else picture
-        picture = picture.transpose(1, 2, 0) if picture.shape[2] != 3 and picture.shape[0] == 3 else picture
+        image = image.transpose() if self.stored.matlab else image
+        image = image.transpose(1, 2, 0) if image.shape[2] != 3 and image.shape[0] == 3 else image
         place = self.name(row)
-        if picture.shape[2] != 3 or picture.dtype.kind not in "uif":
-            raise InputError(place, f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
-        if picture.dtype != np.uint8:
-            low, high = picture.min(), picture.max()
+        if image.shape[2] != 3 or image.dtype.kind not in "uif":
+            raise InputError(place, f"{image.dtype} {list(image.shape)}", _ALLOWED)
+        if image.dtype != np.uint8:
+            low, high = image.min(), image.max()
             # The comparisons are false for NaN.
-            if not (low >= 0 and high <= 255 and (picture == np.round(picture)).all()):
-                raise InputError(place, f"{picture.dtype} values from {low:.6g} to {high:.6g}", _ALLOWED)
-        return np.ascontiguousarray(picture.astype(np.uint8))
+            if not (low >= 0 and high <= 255 and (image == np.round(image)).all()):
+                raise InputError(place, f"{image.dtype} values from {low:.6g} to {high:.6g}", _ALLOWED)
+        return np.ascontiguousarray(image.astype(np.uint8))

@@ -155,7 +155,7 @@ def read_arrays(data: Data) -> dict[str, Array]:
     """Read precomputed features of any set, by the keys of ``features.read_features``.
 
     Raises:
-        InputError: the arrays cannot be identified, their sizes differ, or ``data`` has keys that apply to pictures.
+        InputError: the arrays cannot be identified, their sizes differ, or ``data`` has keys that apply to images.
     """
     refuse_keys(data, ("text", "missing", "images", "annotations", "frames", "captions"), "arrays of features")
     path = data.path
@@ -273,7 +273,7 @@ def read_pixels(data: Data) -> RawSet:
     label.mat of SHDCH (FashionVC, Ssense).
 
     Raises:
-        InputError: the arrays cannot be identified, are split into parts, are not pictures or differ in size, or
+        InputError: the arrays cannot be identified, are split into parts, are not images or differ in size, or
             ``data`` has keys that apply to image files.
     """
     refuse_keys(data, ("images", "annotations", "frames"), "arrays of pixels")
@@ -312,7 +312,7 @@ def read_pixels(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(f"{row:06d}" for row in range(n)),
-            pictures=StoredImages(PixelArray(image, n).checked(), tuple(range(n))),
+            images=StoredImages(PixelArray(image, n).checked(), tuple(range(n))),
             captions=((),) * n,
             bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
             labels=labels.astype(np.uint8),

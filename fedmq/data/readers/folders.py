@@ -171,7 +171,7 @@ def wikipedia_photos(data: Data) -> RawSet:
             place=str(folder),
             # Texts and images both occur in several pairs.
             keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
-            pictures=ImageFiles(tuple(paths)),
+            images=ImageFiles(tuple(paths)),
             captions=tuple(captions),
             labels=labels,
             label_names=names,
@@ -197,8 +197,8 @@ def read_pascal(data: Data) -> RawSet:
     choices = [folder / name for name in ("sentence", "sentences", "texts")]
     texts = data.annotations or first_existing(choices, "data.annotations", "folder of sentences")
     # Thumbnail lists and checksum files share the stems of images.
-    pictures = [path for path in files_below(root) if path.suffix.lower() in IMAGE_ENDINGS]
-    endings = {path.relative_to(root).with_suffix(""): path for path in pictures}
+    images = [path for path in files_below(root) if path.suffix.lower() in IMAGE_ENDINGS]
+    endings = {path.relative_to(root).with_suffix(""): path for path in images}
     written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}
     inner = sorted(set(endings) | set(written))
     captions = []

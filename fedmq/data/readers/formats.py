@@ -81,13 +81,13 @@ def read_array(path: str, key: str, matlab: bool, strings: bool) -> Array:
 
 
 def read_hdf5_row(path: str, key: str, row: int, last: bool) -> Array:
-    """One picture of a pixel array in HDF5.
+    """One image of a pixel array in HDF5.
 
     Args:
         path: the file.
         key: name of the array in it.
-        row: number of the picture.
-        last: pictures are along the last axis instead of the first.
+        row: number of the image.
+        last: images are along the last axis instead of the first.
     """
     with package("h5py", "formats", path).File(path, "r") as opened:
         return np.asarray(opened[key][..., row] if last else opened[key][row])

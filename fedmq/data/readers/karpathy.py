@@ -115,7 +115,7 @@ def read_karpathy(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(entry["filename"] for entry in entries),
-            pictures=ImageFiles(files),
+            images=ImageFiles(files),
             captions=tuple(
                 tuple(text for sentence in entry["sentences"] if (text := sentence["raw"].strip())) for entry in entries
             ),
@@ -176,7 +176,7 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
         RawSet(
             place=str(tokens),
             keys=tuple(keys),
-            pictures=ImageFiles(tuple(images / key for key in keys)),
+            images=ImageFiles(tuple(images / key for key in keys)),
             captions=tuple(tuple(captions.get(key, ())) for key in keys),
             split=split_numbers(str(tokens), splits, {}),
         )

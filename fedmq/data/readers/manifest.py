@@ -154,7 +154,7 @@ def _key(place: str, record: Record, image: str, number: int) -> str:
     key = record.get("key")
     if not isinstance(key, str | int | float | None) or isinstance(key, bool):
         raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
-    # Normalised, so that one picture under two spellings of its path is not in both the training and the test set.
+    # Normalised, so that one image under two spellings of its path is not in both the training and the test set.
     own = os.path.normpath(image) if image else f"line {number}"
     return own if key is None or key == "" else str(key)
 
@@ -297,7 +297,7 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
         RawSet(
             place=path,
             keys=tuple(items),
-            pictures=_pictures([item.file for item in items.values()], data.frames if videos else 1, folders),
+            images=_images([item.file for item in items.values()], data.frames if videos else 1, folders),
             captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,
@@ -308,10 +308,10 @@ def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
     )
 
 
-def _pictures(files: Sequence[Path | None], frames: int, folders: bool) -> ImageFiles | ImagesWithGaps:
-    """The items' pictures, of which some may have none."""
+def _images(files: Sequence[Path | None], frames: int, folders: bool) -> ImageFiles | ImagesWithGaps:
+    """The items' images, of which some may have none."""
     held = [file for file in files if file is not None]
-    pictures, places = ImageFiles(tuple(held), frames, folders), iter(range(len(held)))
+    images, places = ImageFiles(tuple(held), frames, folders), iter(range(len(held)))
     if len(held) == len(files):
-        return pictures
-    return ImagesWithGaps(pictures, tuple(None if file is None else next(places) for file in files))
+        return images
+    return ImagesWithGaps(images, tuple(None if file is None else next(places) for file in files))

@@ -99,7 +99,7 @@ def read_msrvtt(data: Data) -> RawSet:
         RawSet(
             place=str(paths[0]),
             keys=keys,
-            pictures=ImageFiles(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
+            images=ImageFiles(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
             captions=tuple(tuple(captions[key]) for key in keys),
             labels=labels,
             label_names=names,

@@ -216,7 +216,7 @@ class Drawings:
 
     Args:
         keys: keys of the drawings.
-        edge: edge length of the rendered pictures [pixels].
+        edge: edge length of the rendered images [pixels].
     """
 
     keys: tuple[str, ...]
@@ -268,7 +268,7 @@ def read_openmoji(data: Data) -> RawSet:
         RawSet(
             place="openmoji",
             keys=tuple(item.key for item in items),
-            pictures=Drawings(tuple(item.key for item in items)),
+            images=Drawings(tuple(item.key for item in items)),
             captions=tuple(item.captions for item in items),
             labels=np.array([[item.category == name for name in names] for item in items], dtype=np.uint8),
             label_names=tuple(names),

@@ -1,6 +1,6 @@
-"""Read Parquet and Arrow files with pictures and captions, as Hugging Face's data sets are stored.
+"""Read Parquet and Arrow files with images and captions, as Hugging Face's data sets are stored.
 
-Pictures are read row group by row group when they are needed; only captions and labels are read immediately.
+Images are read row group by row group when they are needed; only captions and labels are read immediately.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def read_parquet(data: Data) -> RawSet:
         RawSet(
             place=str(data.path),
             keys=tuple(keys if len(files) > 1 else [key.rpartition("/")[2] for key in keys]),
-            pictures=_pictures(files, _column(files[0], _IMAGES, "pictures"), data),
+            images=_images(files, _column(files[0], _IMAGES, "images"), data),
             captions=tuple(captions),
             labels=labels,
             label_names=names,
@@ -254,8 +254,8 @@ def _split(files: Sequence[TableFile]) -> U8 | None:
     return split_numbers(str(files[0].path.parent), names, SPLIT_NAMES)
 
 
-def _pictures(files: tuple[TableFile, ...], column: str, data: Data) -> Images:
-    """The pictures of a column: bytes of image files, or paths."""
+def _images(files: tuple[TableFile, ...], column: str, data: Data) -> Images:
+    """The images of a column: bytes of image files, or paths."""
     kind = files[0].columns[column]
     if "string" in kind and not kind.startswith("struct"):
         root = data.images or files[0].path.parent

@@ -1,4 +1,4 @@
-"""Read a folder of pictures with captions: ``.txt`` files next to the pictures, or Hugging Face's ``metadata.csv``."""
+"""Read a folder of images with captions: ``.txt`` files next to the images, or Hugging Face's ``metadata.csv``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedmq.errors import InputError
 from fedmq.storage.regular_files import check_regular
 
 METADATA = ("metadata.csv", "metadata.jsonl")
-#: Maximum size of the text file with a picture's captions [bytes].
+#: Maximum size of the text file with an image's captions [bytes].
 MAX_CAPTIONS = 1 << 20
 
 
 def read_folder(data: Data) -> RawSet:
-    """Read the pictures below a folder, in the order of their paths or of their list.
+    """Read the images below a folder, in the order of their paths or of their list.
 
     With ``metadata.csv`` or ``metadata.jsonl`` in the folder, or in each of its folders ``train``, ``validation`` and
     ``test``, that list has the captions, as in an imagefolder of Hugging Face. Otherwise ``a.txt`` has the captions of
     ``a.jpg``, one per line.
 
     Raises:
-        InputError: there is no picture with a caption, a list is malformed, or names a file outside of its folder, or
+        InputError: there is no image with a caption, a list is malformed, or names a file outside of its folder, or
             a link leads to a folder outside of it.
     """
     folder = folder_of(data)
@@ -37,8 +37,8 @@ def read_folder(data: Data) -> RawSet:
     if lists:
         refuse_keys(data, ("images", "annotations"), "a folder with metadata.csv or metadata.jsonl")
         return of_items(str(folder), _listed(folder, lists, checked_column(data)), data)
-    refuse_keys(data, ("images", "column"), "a folder of pictures with .txt files")
-    return _beside(folder, data.annotations or folder, pictures_alone=data.missing == "keep")
+    refuse_keys(data, ("images", "column"), "a folder of images with .txt files")
+    return _beside(folder, data.annotations or folder, images_alone=data.missing == "keep")
 
 
 def _lists(folder: Path) -> list[Path]:
@@ -67,39 +67,39 @@ def _listed(folder: Path, lists: Sequence[Path], column: str | None) -> dict[str
 
 
 def check_inside(place: str, file: Path | None, folder: Path) -> None:
-    """Refuse the path of a picture that leaves its folder; such lists come from elsewhere."""
+    """Refuse the path of an image that leaves its folder; such lists come from elsewhere."""
     if file is not None and not Path(os.path.normpath(file)).is_relative_to(os.path.normpath(folder)):
-        raise InputError(place, os.path.relpath(file, folder), "the path of a picture in the folder")
+        raise InputError(place, os.path.relpath(file, folder), "the path of an image in the folder")
 
 
-def _beside(folder: Path, texts: Path, *, pictures_alone: bool) -> RawSet:
-    """The pictures below a folder with the captions in the text files of the same names.
+def _beside(folder: Path, texts: Path, *, images_alone: bool) -> RawSet:
+    """The images below a folder with the captions in the text files of the same names.
 
     Args:
-        folder: the folder of the pictures.
+        folder: the folder of the images.
         texts: the folder of the text files.
-        pictures_alone: whether there may be no caption at all.
+        images_alone: whether there may be no caption at all.
     """
     inside = files_below(folder, leave=False)
-    pictures = sorted(path for path in inside if path.suffix.lower() in IMAGE_ENDINGS)
-    if not pictures:
+    images = sorted(path for path in inside if path.suffix.lower() in IMAGE_ENDINGS)
+    if not images:
         raise InputError(str(folder), "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
     found = (path for path in files_below(texts, leave=False) if path.suffix == ".txt")
     written = {path.relative_to(texts).with_suffix(""): path for path in found}
-    inner = [path.relative_to(folder) for path in pictures]
+    inner = [path.relative_to(folder) for path in images]
     captions = [_lines(written.get(path.with_suffix(""))) for path in inner]
-    if not any(captions) and not pictures_alone:
+    if not any(captions) and not images_alone:
         allowed = (
-            "a text file next to each picture (a.txt for a.jpg) with one caption per line, or metadata.csv; "
-            "data.missing: keep uses pictures without captions"
+            "a text file next to each image (a.txt for a.jpg) with one caption per line, or metadata.csv; "
+            "data.missing: keep uses images without captions"
         )
-        raise InputError(str(folder), f"{len(pictures)} images, none with captions", allowed)
+        raise InputError(str(folder), f"{len(images)} images, none with captions", allowed)
     first = [path.parts[0] if len(path.parts) > 1 else "" for path in inner]
     keys = tuple(path.as_posix() for path in inner)
     split = split_numbers(str(folder), first, SPLIT_NAMES) if named_splits(first) else None
-    pictured = {path.with_suffix("") for path in inner}
-    alone = tuple(f"{stem.as_posix()}.txt" for stem in sorted(written) if stem not in pictured)
-    return checked(RawSet(str(folder), keys, ImageFiles(tuple(pictures)), tuple(captions), split=split, alone=alone))
+    with_image = {path.with_suffix("") for path in inner}
+    alone = tuple(f"{stem.as_posix()}.txt" for stem in sorted(written) if stem not in with_image)
+    return checked(RawSet(str(folder), keys, ImageFiles(tuple(images)), tuple(captions), split=split, alone=alone))
 
 
 def named_splits(names: Sequence[str]) -> bool:
@@ -111,7 +111,7 @@ def _lines(path: Path | None) -> tuple[str, ...]:
     """The captions in a text file, one per line; none without a file."""
     if path is None:
         return ()
-    check_regular(path, MAX_CAPTIONS, "the captions of a picture")
+    check_regular(path, MAX_CAPTIONS, "the captions of an image")
     return captions_in(read_text(path))
 
 

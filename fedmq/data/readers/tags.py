@@ -106,7 +106,7 @@ def mirflickr_photos(data: Data) -> RawSet:
         RawSet(
             place=str(inner),
             keys=tuple(f"im{number}" for number in numbers),
-            pictures=ImageFiles(tuple(root / f"im{number}.jpg" for number in numbers)),
+            images=ImageFiles(tuple(root / f"im{number}.jpg" for number in numbers)),
             captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
             vocabulary=_named(vocabulary),
@@ -182,7 +182,7 @@ def nuswide_photos(data: Data) -> RawSet:
         RawSet(
             place=str(listed),
             keys=tuple(names[row] for row in kept),
-            pictures=ImageFiles(tuple(root / names[row] for row in kept)),
+            images=ImageFiles(tuple(root / names[row] for row in kept)),
             captions=tuple(
                 (" ".join(words[column] for column in np.flatnonzero(bag[row])),) if bag[row].any() else ()
                 for row in kept

@@ -1,6 +1,6 @@
 """Read the tar files of webdataset and img2dataset: files that differ only in their ending are one item.
 
-Nothing is unpacked: pictures are read at their places in the archives, which therefore must not be compressed.
+Nothing is unpacked: images are read at their places in the archives, which therefore must not be compressed.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Members:
-    """Pictures in archives, for :class:`fedmq.encoders.image_sets.StoredImages`.
+    """Images in archives, for :class:`fedmq.encoders.image_sets.StoredImages`.
 
     Args:
-        members: the pictures.
+        members: the images.
     """
 
     members: tuple[Member, ...]
@@ -81,13 +81,13 @@ class Members:
 
     @cached_property
     def stamp(self) -> str:
-        """The digests of the archives, and the places of the pictures in them."""
+        """The digests of the archives, and the places of the images in them."""
         tars = list(dict.fromkeys(member.tar for member in self.members))
         digests = dict(zip(tars, file_digests(tars), strict=True))
         return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
 
     def image(self, row: int) -> Pixels:
-        """Decode one picture: uint8 [height, width, 3].
+        """Decode one image: uint8 [height, width, 3].
 
         Raises:
             InputError: it cannot be read.
@@ -100,7 +100,7 @@ class _Sample:
     """The files of one item.
 
     Args:
-        image: its picture.
+        image: its image.
         captions: captions in order, as keys.
         labels: labels in order, as keys.
     """
@@ -113,12 +113,12 @@ class _Sample:
 def read_webdataset(data: Data) -> RawSet:
     """Read a tar file, or all tar files of a folder in the order of their names.
 
-    An item has one picture (``.jpg``, ``.png``, ...), captions in ``.txt`` (one per line) or in ``.json`` (``caption``,
+    An item has one image (``.jpg``, ``.png``, ...), captions in ``.txt`` (one per line) or in ``.json`` (``caption``,
     ``captions`` or ``text``), and labels in ``.cls`` or in the JSON's ``label`` or ``labels``.
 
     Raises:
         InputError: an archive is compressed or damaged, holds links or paths that lead out of it, or an item has no
-            picture or more than one.
+            image or more than one.
     """
     refuse_keys(data, ("annotations", "images", "column"), "tar files of webdataset")
     tars = _archives(data)
@@ -133,15 +133,15 @@ def read_webdataset(data: Data) -> RawSet:
     held = {key: sample for key, sample in samples.items() if sample.image is not None or sample.captions}
     without = [key for key, sample in held.items() if sample.image is None]
     if without and data.missing != "skip":
-        raise InputError(f"{data.path}: {without[0]}", "captions without a picture", "both; data.missing: skip")
-    pictures = {key: sample.image for key, sample in held.items() if sample.image is not None}
-    labels, names = multi_hot([tuple(held[key].labels) for key in pictures])
+        raise InputError(f"{data.path}: {without[0]}", "captions without an image", "both; data.missing: skip")
+    images = {key: sample.image for key, sample in held.items() if sample.image is not None}
+    labels, names = multi_hot([tuple(held[key].labels) for key in images])
     return checked(
         RawSet(
             place=str(data.path),
-            keys=tuple(pictures),
-            pictures=StoredImages(Members(tuple(pictures.values())), tuple(range(len(pictures)))),
-            captions=tuple(tuple(held[key].captions) for key in pictures),
+            keys=tuple(images),
+            images=StoredImages(Members(tuple(images.values())), tuple(range(len(images)))),
+            captions=tuple(tuple(held[key].captions) for key in images),
             labels=labels,
             label_names=names,
         )
@@ -176,7 +176,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
     """Add a file to its item; files of other endings are ignored."""
     if f".{ending}" in IMAGE_ENDINGS:
         if sample.image is not None:
-            raise InputError(member.place, f"a second picture next to {sample.image.name}", "one picture for each item")
+            raise InputError(member.place, f"a second image next to {sample.image.name}", "one image for each item")
         sample.image = member
     elif ending in ("txt", "json", "cls"):
         try:

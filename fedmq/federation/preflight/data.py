@@ -37,18 +37,18 @@ from fedmq.storage.cache import cache_folder
 from fedmq.text import Progress, tell
 
 BATCH = 256  # images read between two reports of progress
-_CONSTANT = 8  # maximum difference of the values, 0 to 255, of a picture that counts as blank
+_CONSTANT = 8  # maximum difference of the values, 0 to 255, of an image that counts as blank
 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What decoding found about one picture.
+    """What decoding found about one image.
 
     Args:
         problem: ``name: reason`` if it cannot be read; else empty.
         pixels: digest of its pixels; empty if there are none.
         constant: whether the values of each colour differ by at most :data:`_CONSTANT`: practically blank.
-        pages: number of further pictures in the same file, which are not read.
+        pages: number of further images in the same file, which are not read.
     """
 
     problem: str = ""
@@ -58,11 +58,11 @@ class _Decoded:
 
 
 def _decode(raw: RawSet, row: int) -> _Decoded:
-    if raw.pictures.missing(row) or not raw.pictured[row]:
+    if raw.images.missing(row) or not raw.with_image[row]:
         return _Decoded()
     try:
-        frames = raw.pictures.frames(row)
-        path = Path(raw.pictures.name(row))
+        frames = raw.images.frames(row)
+        path = Path(raw.images.name(row))
         pages = further_pages(path) if in_files(raw) and path.suffix.lower() in IMAGE_ENDINGS else 0
     except MissingPackageError:
         raise
@@ -77,7 +77,7 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
 
 
 def _decode_all(raw: RawSet, progress: Progress | None) -> list[_Decoded]:
-    """Decode every picture that exists.
+    """Decode every image that exists.
 
     Raises:
         InputError: the package that reads these files is missing.
@@ -132,12 +132,12 @@ class DataFacts:
         without_image: keys of the items whose data set says that they have no image.
         silos: the data that each silo would hold.
         duplicates_of_training_items: keys of evaluated items that duplicate a training item.
-        duplicates_by_picture: keys of evaluated items whose picture is a training item's, whatever the captions.
+        duplicates_by_image: keys of evaluated items whose image is a training item's, whatever the captions.
         constant: names of images of nearly one colour.
-        paged: names of files with several pictures, such as the pages of a TIFF, of which only the first is read.
+        paged: names of files with several images, such as the pages of a TIFF, of which only the first is read.
         warnings: counts of what is probably unintended; of vectors, only for a data set whose features are known.
         heldout_labels: one line for each held-out split in which labels distinguish no items.
-        captions_alone: files of captions without a picture, which are not items.
+        captions_alone: files of captions without an image, which are not items.
         example: one item with its captions and labels, in a line.
     """
 
@@ -156,7 +156,7 @@ class DataFacts:
     without_image: tuple[str, ...] | None = None
     silos: Mapping[str, SiloData] | None = None
     duplicates_of_training_items: tuple[str, ...] | None = None
-    duplicates_by_picture: tuple[str, ...] | None = None
+    duplicates_by_image: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None
     paged: tuple[str, ...] | None = None
     warnings: DataWarnings | None = None
@@ -183,7 +183,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     entry = catalogue.find(data.name)
     raw = entry.read(data)
     kind = data.text or entry.text
-    missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
+    missing = [row for row in range(len(raw)) if raw.images.missing(row)]
     uncaptioned = [row for row, captions in enumerate(raw.captions) if not captions] if kind == "sentences" else []
     decoded = _decode_all(raw, progress)
     broken = tuple(_from_folder(data, each.problem) for each in decoded if each.problem)
@@ -193,9 +193,9 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     except InputError as error:
         problems.append(str(error))
     try:
-        # Pictures that do not exist cannot be compared; they are a problem already.
+        # Images that do not exist cannot be compared; they are a problem already.
         split = split_of(
-            kept.split, len(kept), data, entry.draw, None if problems else partial(kept.same_pictures, progress)
+            kept.split, len(kept), data, entry.draw, None if problems else partial(kept.same_images, progress)
         )
     except InputError as error:
         problems.append(str(error))
@@ -209,13 +209,13 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         published=_published(data, len(raw), len(raw.label_names)),
         problems=tuple(problems),
         usable=not (broken or problems),
-        missing=tuple(_from_folder(data, raw.pictures.name(row)) for row in missing),
+        missing=tuple(_from_folder(data, raw.images.name(row)) for row in missing),
         unreadable=broken,
         without_captions=tuple(raw.keys[row] for row in uncaptioned),
-        without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.pictured)),
-        constant=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.constant),
-        paged=tuple(_from_folder(data, raw.pictures.name(row)) for row, each in enumerate(decoded) if each.pages),
-        duplicates_by_picture=()
+        without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.with_image)),
+        constant=tuple(_from_folder(data, raw.images.name(row)) for row, each in enumerate(decoded) if each.constant),
+        paged=tuple(_from_folder(data, raw.images.name(row)) for row, each in enumerate(decoded) if each.pages),
+        duplicates_by_image=()
         if split is None
         else _duplicates_by_pixels(dict(zip(raw.keys, decoded, strict=True)), kept.keys, split),
         warnings=DataWarnings().model_copy(update=of_captions(text for captions in raw.captions for text in captions)),
@@ -226,7 +226,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
 
 
 def _from_folder(data: Data, name: str) -> str:
-    """The name of a picture as a path from the data's folder, as in a list; others unchanged."""
+    """The name of an image as a path from the data's folder, as in a list; others unchanged."""
     if data.path is None:
         return name
     return name.removeprefix(f"{data.path if data.path.is_dir() else data.path.parent}{os.sep}")
@@ -235,7 +235,7 @@ def _from_folder(data: Data, name: str) -> str:
 def _duplicates_by_pixels(
     decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]
 ) -> tuple[str, ...]:
-    """Keys of the items of val and test whose picture has the pixels of a training item's."""
+    """Keys of the items of val and test whose image has the pixels of a training item's."""
     pixels = [decoded[key].pixels for key in keys]
     trained = {content for content, code in zip(pixels, split, strict=True) if SPLITS[code] == "train" and content}
     evaluated = (SPLITS.index("val"), SPLITS.index("test"))
@@ -331,7 +331,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
         duplicates_of_training_items=_duplicates(population, progress),
-        duplicates_by_picture=_duplicates_by_vector(population),
+        duplicates_by_image=_duplicates_by_vector(population),
         warnings=prepared.meta.warnings,
         heldout_labels=tuple(of_heldout_labels(prepared.labels, prepared.label_names, np.asarray(prepared.split))),
     )
@@ -375,7 +375,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
             without_image=facts.without_image,
             constant=facts.constant,
             paged=facts.paged,
-            duplicates_by_picture=facts.duplicates_by_picture,
+            duplicates_by_image=facts.duplicates_by_image,
             captions_alone=facts.captions_alone,
             example=facts.example,
         )

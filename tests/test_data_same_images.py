@@ -1,4 +1,4 @@
-"""Pictures are known by their content: in cache keys, in splits that are drawn, and in the data check."""
+"""Images are known by their content: in cache keys, in splits that are drawn, and in the data check."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepared(path: Path, cache: Path) -> Prepared:
     return prepare(Data(name="manifest", path=path), Backbone(name="lite"), cache)
 
 
-def test_pictures_of_another_folder_with_the_same_names_sizes_and_times_have_their_own_features(tmp_path: Path) -> None:
+def test_images_of_another_folder_with_the_same_names_sizes_and_times_have_their_own_features(tmp_path: Path) -> None:
     first, second = (photos(tmp_path / name, [seed, seed + 1, seed + 2]) for name, seed in (("a", 0), ("b", 9)))
     cache = tmp_path / "cache"
     a, b = prepared(first, cache), prepared(second, cache)
@@ -68,7 +68,7 @@ def test_a_copy_of_a_data_set_shares_its_features_and_its_content(tmp_path: Path
     assert first.content == second.content
 
 
-def test_a_picture_replaced_by_one_of_the_same_size_and_time_is_another_data_set(tmp_path: Path) -> None:
+def test_a_image_replaced_by_one_of_the_same_size_and_time_is_another_data_set(tmp_path: Path) -> None:
     path = photos(tmp_path / "a", [0, 1, 2])
     before = prepared(path, tmp_path / "cache")
     photo(tmp_path / "a" / "01.bmp", 77)
@@ -95,7 +95,7 @@ groups = st.lists(st.integers(0, 12), min_size=4, max_size=60).filter(lambda val
 
 
 @given(groups, st.integers(0, 9))
-def test_one_picture_is_never_in_two_splits_that_are_drawn(values: list[int], seed: int) -> None:
+def test_one_image_is_never_in_two_splits_that_are_drawn(values: list[int], seed: int) -> None:
     same = first_of_equals(values)
     queries, val = len(values) // 4, len(values) // 8
     for split in (
@@ -111,28 +111,28 @@ def test_one_picture_is_never_in_two_splits_that_are_drawn(values: list[int], se
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=8), st.randoms())
 @settings(max_examples=30, deadline=None)
-def test_a_row_per_caption_in_any_order_is_the_data_set_of_a_row_per_picture(counts: list[int], random: Random) -> None:
-    pairs = [(picture, caption) for picture, count in enumerate(counts) for caption in range(count)]
+def test_a_row_per_caption_in_any_order_is_the_data_set_of_a_row_per_image(counts: list[int], random: Random) -> None:
+    pairs = [(number, caption) for number, count in enumerate(counts) for caption in range(count)]
     random.shuffle(pairs)
-    expected = {picture: [c for p, c in pairs if p == picture] for picture in range(len(counts))}
+    expected = {number: [c for p, c in pairs if p == number] for number in range(len(counts))}
     with tempfile.TemporaryDirectory() as folder:
-        image = np.eye(len(counts), dtype=np.float32)[[picture for picture, _ in pairs]]
-        text = np.array([[1 + picture, 1 + caption] for picture, caption in pairs], dtype=np.float32)
+        image = np.eye(len(counts), dtype=np.float32)[[number for number, _ in pairs]]
+        text = np.array([[1 + number, 1 + caption] for number, caption in pairs], dtype=np.float32)
         np.savez(Path(folder) / "rows.npz", image=image, text=text)
         found = read_features(Path(folder) / "rows.npz")
-        lines = "".join(f"{picture}.png,caption {caption}\n" for picture, caption in pairs)
+        lines = "".join(f"{number}.png,caption {caption}\n" for number, caption in pairs)
         (Path(folder) / "rows.csv").write_text(f"image,caption\n{lines}")
         listed = read("manifest", Path(folder) / "rows.csv")
     assert found.warnings.merged == len(pairs) - len(counts)
     texts = np.split(found.text, np.cumsum(found.captions)[:-1])
     vectors = {int(row.argmax()): [tuple(each) for each in own] for row, own in zip(found.image, texts, strict=True)}
-    assert vectors == {picture: [(1 + picture, 1 + c) for c in own] for picture, own in expected.items()}
+    assert vectors == {number: [(1 + number, 1 + c) for c in own] for number, own in expected.items()}
     captions = dict(zip(listed.keys, listed.captions, strict=True))
-    assert captions == {f"{picture}.png": tuple(f"caption {c}" for c in own) for picture, own in expected.items()}
+    assert captions == {f"{number}.png": tuple(f"caption {c}" for c in own) for number, own in expected.items()}
 
 
 @given(st.integers(2, 80), st.integers(0, 9))
-def test_a_split_of_different_pictures_is_the_one_that_was_always_drawn(n: int, seed: int) -> None:
+def test_a_split_of_different_images_is_the_one_that_was_always_drawn(n: int, seed: int) -> None:
     order = numpy_generator(seed, "split").permutation(n)
     split = draw_split(n, seed, np.arange(n))
     test = max(1, n // 10)
@@ -141,8 +141,8 @@ def test_a_split_of_different_pictures_is_the_one_that_was_always_drawn(n: int, 
     assert (split == draw_split(n, seed)).all()
 
 
-def test_one_picture_for_all_items_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one picture for all 4 items"):
+def test_one_image_for_all_items_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one image for all 4 items"):
         prepared(photos(tmp_path / "a", [0] * 4, split=False), tmp_path / "cache")
 
 
@@ -153,7 +153,7 @@ def test_copies_of_a_photo_are_in_one_split_and_duplicates_across_a_given_split_
     path = photos(tmp_path / "b", [0, 1, 2, 3, 1, 5])
     Image.open(tmp_path / "b" / "04.bmp").save(tmp_path / "b" / "04.png")  # the same pixels in other bytes
     path.write_text(path.read_text().replace("04.bmp", "04.png"))
-    assert check_raw(Data(name="manifest", path=path)).duplicates_by_picture == ("04.png",)
+    assert check_raw(Data(name="manifest", path=path)).duplicates_by_image == ("04.png",)
 
 
 @pytest.mark.parametrize("colour", [(3, 5, 4), (250, 0, 0), (0, 128, 255)])
@@ -165,7 +165,7 @@ def test_photos_of_one_colour_are_named(tmp_path: Path, colour: tuple[int, int, 
     assert facts.usable
 
 
-def test_files_of_several_pictures_are_named(tmp_path: Path) -> None:
+def test_files_of_several_images_are_named(tmp_path: Path) -> None:
     path = photos(tmp_path / "a", [0, 1, 2, 3], "tif")
     with Image.open(tmp_path / "a" / "02.tif") as page:
         page.save(tmp_path / "a" / "02.tif", save_all=True, append_images=[page.rotate(90)])

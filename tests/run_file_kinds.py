@@ -42,7 +42,7 @@ from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import DataFormat, DataStatement
 from silos.tasks import SiloArguments
-from tests.damaged_files import Folder, Kind, files_of, write
+from tests.damaged_files import Folder, Kind, files_of
 
 _RUN = "fuzz-0-0123456789ab"
 _SILOS = ("silo-00", "silo-01")
@@ -274,13 +274,6 @@ def _searched() -> Folder:
         process_pool.start = kept
     runs, search = ("summary.json", "metrics.jsonl", "scenario.yaml"), ("search.json", "study.journal")
     return {at: file for at, file in found.items() if at in search or (at.endswith(runs) and at.count("/") == 2)}
-
-
-@cache
-def _searched_trials() -> tuple[tuning.Trial, ...]:
-    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as name:
-        write(Path(name) / "search", _searched())
-        return _tune(Path(name) / "search", 2, stopped=True).trials
 
 
 def _read_search(folder: Path) -> None:

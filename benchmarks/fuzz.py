@@ -144,6 +144,7 @@ def _try_all(
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGVTALRM, _interrupt)
     torch.set_num_threads(1)
+    tempfile.tempdir = str(Path(os.environ["FEDMQ_CACHE"]).parent)  # removed with what a killed process leaves there
     tally, place, last = Tally(), Path(os.environ["FEDMQ_CACHE"]).parent, dict[str, Any]()
 
     @seeded(seed)

@@ -153,8 +153,8 @@ def test_a_silo_reports_that_its_state_is_missing(
         name: (int(name == "silo-00"), int(name == last)) for name in states
     }
     printed = capfd.readouterr().err
-    assert f"silo-00: {gone}" in printed
-    assert f"{last}: {older} than task " in printed
+    assert f"silo-00: {gone.meaning}" in printed
+    assert f"{last}: the personal state of task " in printed
     assert not audit_run(tmp_path).findings
 
 

@@ -22,7 +22,9 @@ from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Metrics, Payload
+from tests import in_process_run
 from tests.run_summaries import summary
 from tests.threaded_run import resolved, run
 from tests.waiting import PATIENCE
@@ -68,7 +70,7 @@ def test_a_run_ends_without_an_evaluator_that_never_answers_and_a_resumed_run_is
     assert evaluated(tmp_path) == [0]
     assert ended.summary.unevaluated == (2, 4)
     assert ended.summary.metrics, "the metrics of version 0"
-    assert '"evaluator did not answer within the limit"' in RunFolder(tmp_path).messages("coordinator").read_text()
+    assert in_process_run.notes(tmp_path, LogEvent.EVALUATOR_ABSENT)
     assert "so the result is not evaluated" in (tmp_path / "report.html").read_text()
     assert not audit_run(tmp_path).findings
 

@@ -209,7 +209,7 @@ class Roster:
         self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
 
     def watch_keys(self) -> None:
-        """Expel the peers whose keys have been removed from the folder, in every phase; called with each message.
+        """Expel the peers whose keys have been removed or replaced, in every phase; called with each message.
 
         This is the only place that asks whether a key is still accepted: a handshake takes the key from the same
         folder, and a session or an unfinished handshake ends here.
@@ -222,8 +222,12 @@ class Roster:
         for address in self._expelled:  # a second ago: the last message is on its way
             self._listener.cut(address)
         self._expelled.clear()
+        before = dict(self._accepted)
         for name in self._accepted.refresh():
             self._expel(name)
+        for name, key in self._accepted.items():
+            if before.get(name) != key:
+                self._log.note(LogEvent.KEY_ACCEPTED, peer=name, key=key.public_bytes_raw().hex())
         for name in [name for name in self.unaccepted if name in self._accepted]:
             del self.unaccepted[name]
         if self._accepted.problem not in ("", problem):

@@ -356,7 +356,7 @@ def test_openmoji_at_the_feature_site_is_stored_as_frozen_tower_features(
     found = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.image.shape, found.image.dtype) == ((len(few), 16), np.float32)
     assert found.inputs.image_dtype == "float32"
-    assert found.meta.format == 3
+    assert found.meta.format == 1
 
 
 def test_one_item_with_thousands_of_captions_takes_the_space_of_its_own_captions(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
         ("list.jsonl", "7", "line 1: found 'int'"),
         ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
-        ("list.csv", "image\na\n", "line 1: found 'image'"),
+        ("list.csv", "drawing\na\n", "line 1: found 'drawing'"),
         ("list.txt", "", r"\.csv, \.tsv, \.jsonl"),
         (
             "list.tsv",

@@ -229,7 +229,7 @@ from fedmq.audit.policy import Rule
 from fedmq.wire.codec import decode, encode_body, encode_header
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import PAYLOADS, GradientNorm
+from fedmq.wire.payloads import PAYLOADS, GradientNorm, Refusal
 
 assert PAYLOADS["gradient_norm"] is GradientNorm
 header = Header(run="r", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0)
@@ -237,6 +237,7 @@ body = b"".join(encode_body(Message(header, (GradientNorm(0.5),))))
 (got,) = decode(encode_header(header), body).payloads
 assert type(got) is GradientNorm and got.value == 0.5
 assert Rule(kinds=["gradient_norm"]).kinds == ["gradient_norm"]
+assert Refusal("kinds", "gradient_norm").withheld == "gradient_norm"
 try:
     GradientNorm(-2.0)
 except FieldError as error:

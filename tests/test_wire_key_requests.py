@@ -195,6 +195,16 @@ def test_a_running_process_sees_keys_that_come_and_go(tmp_path: Path) -> None:
     assert accepted.refresh() == []
 
 
+def test_a_replaced_key_is_no_longer_accepted(tmp_path: Path) -> None:
+    init_keys(tmp_path, ("coordinator", "silo-00"))
+    accepted = load_accepted(tmp_path)
+    init_keys(tmp_path / "other", ("coordinator", "silo-00"))
+    (tmp_path / "accepted" / "silo-00.pub").write_bytes((tmp_path / "other/accepted/silo-00.pub").read_bytes())
+    assert accepted.refresh() == ["silo-00"]
+    assert accepted["silo-00"] == load_accepted(tmp_path / "other")["silo-00"]
+    assert accepted.refresh() == []
+
+
 def test_a_damaged_key_does_not_keep_a_removed_one_accepted(tmp_path: Path) -> None:
     init_keys(tmp_path, ("coordinator", "silo-00", "silo-01"))
     accepted = load_accepted(tmp_path)

@@ -21,10 +21,12 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.wire.key_requests import known_keys
 from fedmq.wire.keys import former_keys, public_key_of
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
     GENESIS,
     LogRecord,
     MessageRecord,
+    NoteRecord,
     SignatureRecord,
     StartRecord,
     signed_statement,
@@ -52,6 +54,7 @@ class SignedLog:
         signatures: number of valid signatures.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
+        accepted_later: peers and public keys (hex) that the process accepted after a start.
         hashes: hashes of all records so far, as the log states them, with their positions.
         aside: places of declared starts that were refused before the process joined.
         broken: number of records before the first one that does not follow or was changed; None in an intact log.
@@ -66,6 +69,7 @@ class SignedLog:
     signatures: int = 0
     invalid: list[str] = field(default_factory=list)
     headless: list[str] = field(default_factory=list)
+    accepted_later: list[tuple[str, str]] = field(default_factory=list)
     hashes: dict[str, int] = field(default_factory=dict)
     aside: frozenset[str] = frozenset()
     broken: int | None = None
@@ -128,6 +132,8 @@ class SignatureChecks:
                 log.starts.append((place, record))
             case SignatureRecord():
                 self._verify(process, place, record, log)
+            case NoteRecord(event=LogEvent.KEY_ACCEPTED):
+                log.accepted_later.append((str(record.facts.get("peer")), str(record.facts.get("key"))))
             case MessageRecord() if log.starts:
                 if record.header.kind in REKEY_KINDS:
                     pass  # they hold keys alone
@@ -211,6 +217,15 @@ class SignatureChecks:
                     if start.key not in expected:
                         yield place, f"signed with another key than that of {process} that was given"
 
+    def _accepted(self) -> dict[tuple[str, str], set[str]]:
+        """The public keys (hex) that each process accepts of each peer, at its starts and later."""
+        known: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for process, log in self.logs.items():
+            declared = [pair for _, start in log.joined for pair in start.peers.items()]
+            for peer, key in (*declared, *log.accepted_later):
+                known[process, peer].add(key)
+        return known
+
     def _keys(self) -> Iterator[Discrepancy]:
         """Compare the keys that processes declare with those that their peers accept."""
         holders: dict[str, str] = {}
@@ -218,11 +233,7 @@ class SignatureChecks:
             for place, start in log.joined:
                 if holders.setdefault(start.key, process) != process:
                     yield place, f"{process} signs with the key of {holders[start.key]}"
-        known: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for process, log in self.logs.items():
-            for _, start in log.joined:
-                for peer, key in start.peers.items():
-                    known[process, peer].add(key)
+        known = self._accepted()
         for process, log in self.logs.items():
             for place, start in log.starts:
                 # Silos have keys of the coordinator, the coordinator has keys of all.

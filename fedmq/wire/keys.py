@@ -179,7 +179,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         return self._keys.values()
 
     def refresh(self) -> list[str]:
-        """Read the folder again if a file changed; returns the names whose keys have been removed.
+        """Read the folder again if a file changed; returns the names whose keys have been removed or replaced.
 
         If a file cannot be read, present keys stay accepted, except those whose files are gone. If the folder cannot be
         listed, for example because this process has too many open files, all keys stay accepted and the next call tries
@@ -198,7 +198,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
             self._keys = {name: key for name, key in before.items() if name in files}
             self.problem = str(error)
         self._files = files
-        return sorted(before.keys() - self._keys.keys())
+        return sorted(name for name, key in before.items() if self._keys.get(name) != key)
 
     def _present(self) -> dict[str, tuple[int, int, int]]:
         """Inode, time and size of each key file, by name; empty if the folder is gone.

@@ -32,6 +32,7 @@ class LogEvent(_Event):
     INLINE = (
         "inline",
         "the silos run inside the coordinator: no messages are exchanged or logged",
+        "info",
     )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"
     RESULT_DIGESTS = "result_digests", "SHA-256 of the files of the finished run, by name"
@@ -40,6 +41,7 @@ class LogEvent(_Event):
     JOINED = "joined", "the silo or evaluator `peer` takes part from here on", "info"
     RETURNED = "returned", "`peer` began a new session before the coordinator noticed that the old connection was lost"
     PEER_LOST = "peer_lost", "the coordinator lost `peer`: no heartbeat, or a broken connection", "warning"
+    KEY_ACCEPTED = "key_accepted", "the coordinator accepts `key` of `peer` from here on", "info"
     EXPELLED = (
         "expelled",
         "the key of `peer` (or this process's own) was removed; its session ended",

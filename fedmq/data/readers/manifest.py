@@ -43,7 +43,7 @@ Record = Mapping[str, object]
 
 def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
     text = read_text(path)
-    # ImageFiles of open_clip have tabs, whatever their extension.
+    # Files of open_clip have tabs, whatever their extension.
     tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:

@@ -44,7 +44,7 @@ class LogEvent(_Event):
     KEY_ACCEPTED = "key_accepted", "the coordinator accepts `key` of `peer` from here on", "info"
     EXPELLED = (
         "expelled",
-        "the key of `peer` (or this process's own) was removed; its session ended",
+        "the key of `peer` (or this process's own) was removed or replaced; its session ended",
         "warning",
     )
     TASK_OVERDUE = "task_overdue", "`peer` did not reply to task `sequence` within its limit of real time"

@@ -1,4 +1,4 @@
-"""What senders without a session get: handshakes and answers to inquiries, and how many of them are answered."""
+"""Answers to senders without a session, at a limited rate: to handshakes, and to inquiries about the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions of one name: which one takes part if a silo joins again, or is started twice.
+"""Duplicate logins: which of a silo's sessions takes part if the silo joins again, or is started twice.
 
 A process ends its session before it begins another one, and the connection of a killed process is closed. So if an
 earlier session continues, a second process was started with the same key, perhaps in a folder without the silo's

@@ -1,7 +1,7 @@
 """Evaluation of the shared model by silos on their own held-out items, with ``partition.kind own``.
 
 Silos report metrics and numbers of items only. An evaluation is complete when every silo with held-out pairs has
-answered or was given up; its means weight each silo by its number of items.
+answered or has been given up; its means weight each silo by its number of items.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The coordinator's peers as its loop sees them: the interface, and peers that are functions of the own process.
+"""The coordinator's peers as its loop sees them: the interface, and peers that are functions in the same process.
 
 Peers with processes of their own are in :mod:`coordinator.sessions`.
 """

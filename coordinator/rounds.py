@@ -2,7 +2,7 @@
 
 ``rounds.handle(event)`` returns the next machine and the actions to carry out. It is a pure function of frozen
 values: an event that is illegal in the present phase raises :class:`IllegalEventError` and changes nothing.
-``TABLE`` defines which events are legal in which phase; ``docs/explanation/rounds.md`` is generated from it.
+``TABLE`` defines which events are legal in which phase; ``docs/explanation/rounds.md`` shows its diagram.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks before a silo joins a run, on this machine and against the coordinator's status.
 
-They cover keys, policy, scenario, versions, data and whether these fit the other sites', disk, memory, and one training
-step, which is discarded.
+They cover versions, keys, scenario, policy, the data and whether they fit those of the other sites, disk, memory, and
+one training step, whose result is discarded.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Joining:
 def preflight(
     arguments: SiloArguments, progress: Progress | None = None, limits: Limits = _DEFAULTS
 ) -> Iterator[Result]:
-    """Make all checks, one after the other; nothing is trained or sent, and only the cache is written.
+    """Run all checks, one after the other; no update is sent, and only the cache is written.
 
     Args:
         arguments: the arguments with which the silo will be started.

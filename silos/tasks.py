@@ -1,4 +1,4 @@
-"""A silo's tasks: how it answers them, what it reports of failed ones, and how many silos of a machine train at a time.
+"""A silo's tasks: how it answers them, what it reports if one fails, and how many silos of a machine train at a time.
 
 A slot for training is a file lock, which the kernel releases when its silo ends or is killed. Waiting silos queue, in
 no fixed order, on another lock: only its holder polls the slots, at short intervals. Each process locks a file of its

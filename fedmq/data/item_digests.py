@@ -1,8 +1,8 @@
 """Digests of a data set's items, and the salted digest by which a process states what data it holds.
 
 An item has three SHA-256 digests: of its key, split and label names (as JSON), of its image, and of its captions. An
-image's is over its stamp (``Images.stamps``: the content and how it is decoded), of a row of features over its
-float32 values; captions' is over their texts, or over the float32 values. None of them depends on the machine. The
+image's digest covers its stamp (``Images.stamps``: the content and how it is decoded), or the float32 values of a row
+of features; the captions' digest covers their texts, or the float32 values. None of them depends on the machine. The
 salted digest hashes them together with the run's id, so that it reveals nothing to anyone without the data, and does
 not link two runs.
 """

@@ -1,6 +1,6 @@
-"""Splits of a data set, read from its files or sampled from a seed, and items that must not be spread over splits.
+"""Splits of a data set, read from its files or sampled from a seed, and how duplicates across splits are avoided.
 
-Items with the same image, or nearly the same vector, are in one split.
+Where a split is sampled, items with the same image, or nearly the same vector, go into one part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A first scenario or site file for a user's own data: the reader that fits them, and settings for their number."""
+"""A first scenario or site file for a user's own data, with the reader that fits them and settings for their size."""
 
 from __future__ import annotations
 

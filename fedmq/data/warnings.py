@@ -1,4 +1,4 @@
-"""DataWarnings on a data set: counts of what is allowed but probably unintended, made while it is prepared."""
+"""Warnings about a data set: counts of what is allowed but probably unintended, made while it is prepared."""
 
 from __future__ import annotations
 

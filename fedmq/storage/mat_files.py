@@ -1,4 +1,4 @@
-"""A MATLAB file with structs, as plain Python values; :mod:`fedmq.storage.quarantine` runs this."""
+"""Read a MATLAB file with structs as plain Python values, in the child process of :mod:`fedmq.storage.quarantine`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Other people's files are read in a child process, by the libraries that people use for them.
 
 A damaged or hostile data set, image or file of weights may crash a library, keep it busy for ever, or make it ask for
-any amount of memory. Each of these ends the child, and becomes one line that names the file. The child has limits of
-memory and processor time that grow with the size of the files, and can write no large file. It receives and returns
-JSON, arrays and bytes, never pickles. The caller checks shapes, values and meaning.
+any amount of memory. Each of these ends at most the child, and becomes an error of one line that names the file. The
+child has limits of memory and processor time that grow with the size of the files, and can write no large file. It
+receives and returns JSON, arrays and bytes, never pickles. The caller checks shapes, values and meaning.
 
 A child starts with the first call and serves further ones; threads that call at the same time have a child each.
 """

@@ -1,4 +1,4 @@
-"""Limits of what peers can cause: rates, by the name of a key whatever its connections, and how much is remembered."""
+"""Limits on peers: rates per key, over all of its connections, and how much is remembered about peers."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class LogEvent(_Event):
     # Of a process.
     STARTED = "started", "the process started", "info"
     RESUMED = "resumed", "the coordinator resumed the run from the checkpoint of `version` merges", "info"
-    EXTENDED = "extended", "a finished run is continued, up to `rounds` rounds", "info"
-    ENDED = "ended", "the coordinator ended, in the `phase` of its rounds", "info"
+    EXTENDED = "extended", "a finished run continues until it has `rounds` rounds", "info"
+    ENDED = "ended", "the coordinator ended while its rounds were in `phase`", "info"
     INLINE = (
         "inline",
         "the silos run inside the coordinator: no messages are exchanged or logged",
@@ -39,27 +39,27 @@ class LogEvent(_Event):
     # What happened outside the run's timeline.
     AGREED = "agreed", "the silos agreed on labels and model inputs"
     JOINED = "joined", "the silo or evaluator `peer` takes part from here on", "info"
-    RETURNED = "returned", "`peer` made a new session before the coordinator noticed that it had lost its connection"
+    RETURNED = "returned", "`peer` began a new session before the coordinator noticed that the old connection was lost"
     PEER_LOST = "peer_lost", "the coordinator lost `peer`: no heartbeat, or a broken connection", "warning"
     KEY_ACCEPTED = "key_accepted", "the coordinator accepts `key` of `peer` from here on", "info"
     EXPELLED = (
         "expelled",
-        "the key of `peer` (or this process's own) was removed; its session ended",
+        "the key of `peer` (or this process's own) was removed or replaced; its session ended",
         "warning",
     )
-    TASK_OVERDUE = "task_overdue", "`peer` did not answer task `sequence` within the limit of real time"
+    TASK_OVERDUE = "task_overdue", "`peer` did not reply to task `sequence` within its limit of real time"
     SILO_ABSENT = "silo_absent", "`peer` stayed away for too long: its tasks fail"
-    OFF_AT_START = "off_at_start", "the availability trace begins without the `silos`"
+    OFF_AT_START = "off_at_start", "by the availability trace, the `silos` are unavailable when the coordinator starts"
     STILL_CONNECTED = "still_connected", "the `silos` stayed connected while late silos were included"
     REJOIN_TIMEOUT = "rejoin_timeout", "the coordinator stopped waiting for silos that took part before it restarted"
     LATE_SILOS = "late_silos", "the rounds pause to include late silos"
     STOP_REQUESTED = "stop_requested", "the operator asked the run to stop"
-    EVALUATION_ABORTED = "evaluation_aborted", "the operator asked the run to stop before its last evaluation"
+    EVALUATION_ABORTED = "evaluation_aborted", "the operator stopped the run before its last evaluation was complete"
     KEYS_UNREADABLE = "keys_unreadable", "the folder of accepted keys cannot be read completely"
     STATUS_REQUESTED = "status_requested", "the holder of the key `peer` asked for the run's status for the first time"
     OTHER_SCENARIO = (
         "other_scenario",
-        "`peer` reports after a refused handshake which `keys` of its scenario differ",
+        "after a refused handshake, `peer` reported which `keys` of its scenario differ",
         "warning",
     )
     # About tasks, replies and evaluations.
@@ -69,12 +69,12 @@ class LogEvent(_Event):
     REPLY_DISCARDED = "reply_discarded", "the reply to task `sequence` of `silo` is not merged", "info"
     REPLY_LEFT_OUT = "reply_left_out", "the aggregation left out the reply of `silo` as an outlier", "info"
     ALL_MERGED = "all_merged", "the last round is merged", "info"
-    CHECKPOINT_REFUSED = "checkpoint_refused", "the disk refused the checkpoint of `version` merges", "error"
+    CHECKPOINT_REFUSED = "checkpoint_refused", "the checkpoint of `version` merges could not be written", "error"
     EVALUATOR_ABSENT = "evaluator_absent", "the evaluator did not answer within the limit", "warning"
-    NOT_MEASURED = "not_measured", "`peer` stayed away, so its own model is not measured", "warning"
+    NOT_MEASURED = "not_measured", "`peer` stayed away, so the evaluation is made without it", "warning"
     # Scripted faults.
-    FAULT = "fault", "a scripted fault struck", "info"
-    FAULT_SKIPPED = "fault_skipped", "a scripted fault had no process that could carry it out", "warning"
+    FAULT = "fault", "a scripted fault took effect", "info"
+    FAULT_SKIPPED = "fault_skipped", "a scripted fault was not carried out, because no process could do it", "warning"
     WALL_CLOCK_FAULTS = (
         "wall_clock_faults",
         "with a wall clock the scripted faults are real, and the run cannot be replayed",
@@ -94,7 +94,7 @@ class LogEvent(_Event):
     HEARTBEAT_MISSED = "heartbeat_missed", "the coordinator was silent for too long; a new handshake begins", "warning"
     PROCESS_SUSPENDED = (
         "process_suspended",
-        "this process did not run for too long; a new handshake begins",
+        "this process was suspended for too long; a new handshake begins",
         "warning",
     )
     RECONNECTED = "reconnected", "the connection broke and was made again; a new handshake begins", "info"

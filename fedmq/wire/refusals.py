@@ -1,7 +1,7 @@
-"""Refusals: what the operator reads when a channel has no session, and what the log holds of refused frames.
+"""Refusals: what the operator reads while a channel has no session, and what is logged about refused frames.
 
-Of unauthenticated frames a limited number per minute is logged, the rest as one count. After a restart, messages of
-sessions with the earlier process are counted apart.
+A limited number of unauthenticated frames per minute is logged one by one, the rest as one count. After a restart,
+messages of sessions with the earlier process are counted separately.
 """
 
 from __future__ import annotations

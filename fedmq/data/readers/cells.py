@@ -1,4 +1,4 @@
-"""Texts of a table that stand for several captions or labels, such as ``dog|sky`` and ``['dog', 'sky']``."""
+"""Cells of a table that hold several captions or labels, such as ``dog|sky`` and ``['dog', 'sky']``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What libraries read from other people's files: arrays, tables and archives.
+"""Read arrays, tables and archives of other people with the libraries that are made for them.
 
-:mod:`fedmq.storage.quarantine` runs this.
-SciPy, h5py, NumPy, safetensors, pyarrow and tarfile read them, and nothing is unpickled. Paths are strings.
+:mod:`fedmq.storage.quarantine` runs these functions in its child process. SciPy, h5py, NumPy, safetensors, pyarrow and
+tarfile read the files, and nothing is unpickled. Paths are strings.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Read any data set described by a CSV, TSV or JSONL file with the image, captions, labels and split of each item.
 
 CSV: a header line with ``image``, ``captions`` (or ``caption``) or both, and any of ``labels``, ``split``, ``key``.
-An item may lack its image or its captions; their fields are then empty. Several
-captions or labels of an item are separated by ``|`` or written as a list (``['dog', 'sky']``, as pandas does); captions
-may also have several columns. TSV: the same, with tabs. JSONL: one object per line with the same fields; captions and
-labels are a string or a list. Lines of one image, or of one key, are one item with the captions and labels of all of
-them. Videos and folders of frames are read as for MSR-VTT. Relative paths are relative to the file's folder.
+An item may lack its image or its captions; their fields are then empty. Several captions or labels of an item are
+separated by ``|`` or written as a list (``['dog', 'sky']``, as pandas does); captions may also have several columns.
+TSV: the same, with tabs. JSONL: one object per line with the same fields; captions and labels are a string or a list.
+Lines of one image, or of one key, are one item with the captions and labels of all of them. Videos and folders of
+frames are read as for MSR-VTT. Relative paths are relative to the file's folder.
 
 The columns of other programs are understood, too: ``filepath`` and ``title`` of open_clip, ``file_name`` and ``text``
 of Hugging Face. A ``title`` or ``text`` is one caption, whatever characters are in it.

@@ -1,9 +1,10 @@
 """Checks before a run: what each one checks, the problem that it finds, and how to fix it.
 
 A list of checks either refuses its subject at the first problem (:func:`refuse`), as the programs do when they start,
-or reports every result (:func:`results`), as ``fedmq preflight`` does. The lists are :data:`SCENARIO` here, which loads
-neither torch nor an image; those of a silo's start and of its way into a run in ``silos/preflight.py``; and those of a
-run's data in :mod:`fedmq.launch.preparation`. :mod:`fedmq.federation.preflight.data` describes a scenario's data.
+or reports every result (:func:`results`), as ``fedmq preflight`` does. :data:`SCENARIO` lists the checks of a scenario
+file, which load neither torch nor an image; :mod:`fedmq.federation.participant` those of a silo that starts, and
+``silos/preflight.py`` those of a silo before it joins a run. :mod:`fedmq.launch.preparation` checks a run's data, and
+:mod:`fedmq.federation.preflight.data` describes them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Verdict(StrEnum):
 
     OK = "ok"
     DIFFERS = "differs"  # the run can go on, but the reader should know
-    WARNING = "warning"  # it can, and the data have fewer usable items or other content than intended
+    WARNING = "warning"  # the run can go on, but with fewer usable items, or other content, than intended
     SKIPPED = "skipped"  # not possible, e.g. because the coordinator is not running yet
     FAILED = "failed"
 
 
 class Outcome(NamedTuple):
-    """What a check has to say: a verdict and one line for a reader."""
+    """A verdict of a check, and one line for a reader."""
 
     verdict: Verdict
     detail: str
@@ -47,8 +48,8 @@ class Check(Generic[S]):
     Args:
         name: what is checked.
         fix: how to fix a problem.
-        test: checks a subject; an error is the problem. Returns what else it has to say.
-        needs: names of the checks before it without which it is not made.
+        test: checks a subject; raises an error if there is a problem, and returns its other outcomes.
+        needs: names of earlier checks; the check is left out if one of them failed.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Result:
 
 
 def refuse(checks: Sequence[Check[S]], subject: S) -> None:
-    """Make checks until one finds a problem.
+    """Run checks until one finds a problem.
 
     Raises:
         FedmqError: the problem.
@@ -85,7 +86,7 @@ def refuse(checks: Sequence[Check[S]], subject: S) -> None:
 
 
 def results(checks: Sequence[Check[S]], subject: S) -> Iterator[Result]:
-    """Make all checks whose needs are met, one after the other."""
+    """Run all checks whose needs are met, one after the other."""
     failed = set[str]()
     for check in checks:
         if not failed.isdisjoint(check.needs):
@@ -139,7 +140,7 @@ def _data(written: Written) -> None:
         raise InputError("data.path", f"the folder {data.path}, which holds no file", allowed)
 
 
-#: What can be refused of a scenario in a fraction of a second.
+#: Checks of a scenario that take a fraction of a second.
 SCENARIO: tuple[Check[Written], ...] = (
     Check(
         "method",

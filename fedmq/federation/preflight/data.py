@@ -1,6 +1,6 @@
-"""Describe a scenario's data, and report every problem with which a run would refuse them: ``fedmq data check``.
+"""Describe a scenario's data, and report every problem for which a run would refuse them: ``fedmq data check``.
 
-No encoder is loaded. Before features are extracted, which can take hours, zeros of their shape take their place.
+No encoder is loaded. Until features are extracted, which can take hours, zeros of their shape stand in for them.
 """
 
 from __future__ import annotations

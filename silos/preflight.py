@@ -367,7 +367,7 @@ _POLICY = "change the policy file, or ask the coordinator's operator for another
 #: Everything that is checked before a silo joins a run.
 CHECKS: tuple[Check[Joining], ...] = (
     Check("versions", "", _versions),
-    Check("keys", "fedmq keys init, or fedmq keys request; docs/howto/keys.md", _keys),
+    Check("keys", "fedmq keys init, or fedmq keys new; docs/howto/keys.md", _keys),
     Check("coordinator", "start it, correct --connect, or have it accept this key: docs/howto/keys.md", _coordinator),
     Check("coordinator's versions", "install the same versions on both machines", _same_versions),
     Check("policy", _POLICY, _readable_policy),

@@ -115,7 +115,7 @@ def test_a_run_does_not_resume_with_a_changed_user_file(
         (
             "from fedmq.federation.protocol import FederatedProtocol\n"
             + METHOD.replace("Half(AnchoredFedAvg)", "Half(FederatedProtocol)"),
-            r"half\.py: PROTOCOL: found 'class Half without __init__, eligible, initial, task, train, uploads'",
+            r"half\.py: PROTOCOL: found 'class Half without __init__, initial, task, train, uploads'",
         ),
         (
             METHOD.replace("share: float = 0.5", "share: str").replace("(AnchoredOptions)", ""),

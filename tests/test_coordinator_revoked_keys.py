@@ -82,7 +82,7 @@ def test_a_silo_whose_key_is_removed_during_a_run_is_expelled_and_the_run_contin
     assert not audit_run(tmp_path).findings
     log = records(tmp_path)
     cut_off = next(each for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.PEER_LOST)
-    assert cut_off.caused_by == next(each.n for each in log if getattr(each, "text", None) is LogEvent.EXPELLED)
+    assert cut_off.caused_by == next(each.n for each in log if getattr(each, "event", None) is LogEvent.EXPELLED)
     for failed in (each for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.TASK_FAILED):
         event = log[failed.caused_by or 0]
         assert isinstance(event, TimelineRecord) and event.caused_by == cut_off.caused_by

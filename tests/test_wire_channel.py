@@ -252,7 +252,6 @@ def test_a_silo_without_an_answer_reports_that_and_repeats_it_every_minute(tmp_p
     assert later[0] == f"silo-00: still no answer from {uri} after 60 s; it keeps trying"
     assert len(set(later)) == len(later) <= 5  # at most 100 s of this clock
     assert line.startswith(f"silo-00: no answer from {uri} for 10 s: ")
-    assert RUN in line
 
 
 @pytest.mark.parametrize("program", ["silo", "evaluator"])

@@ -144,7 +144,7 @@ def test_paths_pillow_images_arrays_and_tensors_give_the_same_embeddings(alone: 
 
 
 @pytest.mark.parametrize(
-    ("picture", "words"),
+    ("image", "words"),
     [
         ("nowhere.png", "no such file"),
         (np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
@@ -153,7 +153,7 @@ def test_paths_pillow_images_arrays_and_tensors_give_the_same_embeddings(alone: 
         (7, "type int"),
     ],
 )
-def test_a_image_that_cannot_be_read_is_named(alone: Path, image: object, words: str) -> None:
+def test_an_image_that_cannot_be_read_is_named(alone: Path, image: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
         fedmq.load(alone).embed_images([image])
 

@@ -131,10 +131,14 @@ def test_ctrl_c_ends_the_child_that_is_reading() -> None:
         wait_for(lambda: not quarantine._waiting)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test before may have set another one
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        read(quarantined.sleeps, 1000)
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(quarantined.sleeps, 1000)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, former)
     stat = Path(f"/proc/{child}/stat")
     wait_for(lambda: not stat.exists() or " Z " in stat.read_text())

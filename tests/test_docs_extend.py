@@ -60,8 +60,8 @@ def test_contributing_is_short() -> None:
 def test_it_begins_with_the_commands_of_the_makefile() -> None:
     targets = re.findall(r"^(\w+):.*", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     commands = re.findall(r"^    make (\w+) ", CONTRIBUTING.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert commands == ["check", "test", "bench", "hostile", "clusters", "docs", "chaos"]
-    assert set(commands) <= set(targets)
+    assert commands[:2] == ["check", "test"]
+    assert set(commands) == set(targets) - {"run", "static", "clean"}
 
 
 def test_its_table_of_packages_has_the_layers_in_their_order() -> None:

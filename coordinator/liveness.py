@@ -110,7 +110,7 @@ def await_silos(
 def dismiss_all(
     peers: Peers, names: Sequence[str], seconds: float, clock: Clock, log: Logger, gone: Collection[str] = ()
 ) -> None:
-    """Tell all peers that the run is over, also those that connect a little later: nobody answers them afterwards.
+    """Tell all peers that the run is over, including those that connect a little later and would get no answer.
 
     Args:
         peers: the run's peers.
@@ -280,7 +280,7 @@ class AnswerLimit:
         limit: the scenario's limit [s]; None for :func:`default_limit` of the longest time until an answer.
 
     Attributes:
-        exceeded: nobody answered within the limit, and the evaluator has not connected again since.
+        exceeded: no answer came within the limit, and the evaluator has not connected again since.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -307,7 +307,7 @@ class AnswerLimit:
 
     @property
     def limit(self) -> float:
-        """Real time after which nobody waits for an answer any longer [s]."""
+        """Real time after which the coordinator stops waiting for an answer [s]."""
         return default_limit(self._longest) if self._limit is None else self._limit
 
     def seconds(self, now: float) -> float:

@@ -82,7 +82,11 @@ class LogEvent(_Event):
     )
     # A silo's personal state.
     STATE_KEPT = "state_kept", "the silo stores a personal state from task `task` on", "info"
-    STATE_MISSING = "state_missing", "the personal state of earlier tasks is gone; the silo goes on without", "warning"
+    STATE_MISSING = (
+        "state_missing",
+        "the personal state of earlier tasks is gone; the silo continues without it",
+        "warning",
+    )
     STATE_OUTDATED = (
         "state_outdated",
         "the personal state of task `task` is gone; the silo continues from an older one",

@@ -7,12 +7,12 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run static test check bench hostile chaos simulate clusters docs clean
+.PHONY: run static test check bench peers hostile chaos simulate clusters docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
 
-# Static checks: style, types, layers, import circles, lengths.
+# Static checks: style, types, layers, import circles, lengths, documents.
 static: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -20,6 +20,7 @@ static: .venv/installed
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
 	$(BIN)/python -m tools.size_limits
+	$(BIN)/python -m tools.document_checks
 
 test: static
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
@@ -43,18 +44,25 @@ clusters: .venv/installed
 hostile: .venv/installed
 	$(BIN)/python -m benchmarks.hostile
 
+SITE ?= site
 docs: .venv/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
-	@echo "the site is in site/; .venv/bin/mkdocs serve shows it on 127.0.0.1:8000, with search"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(SITE)
+	@echo "the site is in $(SITE)/; .venv/bin/mkdocs serve shows it on 127.0.0.1:8000, with search"
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
+
+# The same work in Flower's simulation, which needs other versions of some packages.
+peers: .venv/installed
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check 'flwr[simulation]'
+	$(BIN)/python -m benchmarks --only peers
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedmq needs Python 3.11 or newer, found " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[embedded,search,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[embedded,report,dev]'
 	touch $@
 
 clean:

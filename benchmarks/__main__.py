@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--smoke] [--json FILE]``.
+"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--smoke] [--limit S] [--json FILE]``.
 
 The names are those of ``BENCHMARKS``.
 """
@@ -6,40 +6,17 @@ The names are those of ``BENCHMARKS``.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Mapping
+import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import blockwise, delta, estimates, hamming, rounds, silos, soak, startup, vit, whole
-from benchmarks.measure import Number, Result, load_average, machine
-
-
-class Benchmark(Protocol):
-    """A benchmark's function."""
-
-    def __call__(self, *, smoke: bool) -> Result:
-        """Measure; ``smoke``: the smallest size, in seconds, to see that the benchmark works."""
-
-
-BENCHMARKS: Mapping[str, Benchmark] = {
-    "delta": delta.run,
-    "rounds": rounds.run,
-    "startup": startup.run,
-    "hamming": hamming.run,
-    "loop": whole.run,
-    "vit": vit.run,
-    "blockwise": blockwise.run,
-    "silos": silos.run,
-    "soak": soak.run,
-    "estimates": estimates.run,
-}
-#: Run only if named by ``--only``: they take minutes each.
-LONG = ("silos", "soak", "vit", "blockwise", "estimates")
+from benchmarks.measure import Number, Result, machine
+from benchmarks.registry import BENCHMARKS, run_limited
 
 
 def _names(text: str) -> list[str]:
@@ -66,34 +43,37 @@ def _table(result: Result) -> Table:
 
 
 def main() -> None:
-    """Run the chosen benchmarks; print a table of each, then all results as JSON."""
+    """Run the chosen benchmarks one after the other; print a table of each, then all results as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fedmq on this machine.")
     parser.add_argument(
         "--only",
         type=_names,
         metavar="A,B",
-        help=f"{', '.join(BENCHMARKS)}; default: all but {', '.join(LONG)}; with --smoke all",
+        help=f"of {', '.join(BENCHMARKS)}; default: all but peers, which needs Flower (make peers)",
     )
     parser.add_argument(
         "--smoke", action="store_true", help="the smallest sizes: whether the benchmarks work, not how fast fedmq is"
     )
+    parser.add_argument("--limit", type=float, metavar="S", help="time limit of each benchmark instead of its own [s]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file instead of printing it")
     arguments = parser.parse_args()
-    chosen = arguments.only or [name for name in BENCHMARKS if arguments.smoke or name not in LONG]
     console = Console()
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False, soft_wrap=True)
-    results: list[dict[str, Any]] = []
-    for name in chosen:
-        before = load_average()
-        result = dataclasses.replace(BENCHMARKS[name](smoke=arguments.smoke), load=(before, load_average()))
-        results.append(dataclasses.asdict(result))
-        console.print(_table(result))
-    text = json.dumps({"machine": about, "benchmarks": results}, indent=1)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for name in arguments.only or [name for name in BENCHMARKS if BENCHMARKS[name].by_default]:
+            limit_s = BENCHMARKS[name].limit_s if arguments.limit is None else arguments.limit
+            with console.status(f"{name}, at most {limit_s:g} s"):
+                result = run_limited(name, arguments.smoke, limit_s, Path(folder) / f"{name}.json")
+            results.append(result)
+            console.print(f"{name}: {result.failed}" if result.failed else _table(result))
+    text = json.dumps({"machine": about, "benchmarks": [asdict(result) for result in results]}, indent=1)
     if arguments.json is None:
         print(text)
     else:
         arguments.json.write_text(text + "\n", encoding="utf-8")
+    sys.exit(any(result.failed for result in results))
 
 
 if __name__ == "__main__":

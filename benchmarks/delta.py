@@ -51,7 +51,7 @@ def _over(uri: str, folder: Path) -> list[float]:
         gather(listener, roster, 1)
         for number in range(1, _WARM + _REPEATS + 1):
             time.sleep(0.005)  # let logs and buffers of the last update finish
-            info = TaskInfo(round=number - 1, rounds=_WARM + _REPEATS, settled=0, learning_rate=0.1)
+            info = TaskInfo(round=number - 1, rounds=_WARM + _REPEATS, committed=0, learning_rate=0.1)
             header = roster.header(_SILO, Kind.TASK, sequence=number, base_version=0)
             roster.send(_SILO, Message(header, task=info))
             message = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import time
 from multiprocessing.connection import Connection
@@ -10,6 +9,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
+from benchmarks.line import CONTEXT
 from benchmarks.measure import Number, Result
 from fedmq.evaluation import label_metrics
 from fedmq.seeds import numpy_generator
@@ -65,9 +65,8 @@ def _measured(name: str, size: tuple[int, int], line: Connection) -> None:
 
 def _in_process(name: str, size: tuple[int, int]) -> tuple[float, float, float]:
     """Seconds, mean AP, and peak memory [MB] of a separate process."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_measured, args=(name, size, theirs), daemon=True)
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_measured, args=(name, size, theirs), daemon=True)
     process.start()
     theirs.close()
     measured: tuple[float, float, float] = ours.recv()

@@ -47,12 +47,14 @@ class Result:
         numbers: in display order.
         notes: remarks for the table's caption.
         load: one-minute load average before and after.
+        failed: why there are no numbers; empty if there are.
     """
 
     name: str
     numbers: tuple[Number, ...]
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
+    failed: str = ""
 
 
 def spread(name: str, values: Sequence[float], unit: str, aim: str = "") -> Number:

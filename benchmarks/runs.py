@@ -12,10 +12,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedmq.wire.log_events import LogEvent
-from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
-from fedmq.wire.messages import COORDINATOR, Kind
-
 #: The setting of the RCSR paper's main table; the benchmarks vary its size.
 RCSR: dict[str, Any] = {
     "name": "bench",
@@ -82,24 +78,21 @@ def simulated(scenario: Path, out: Path, *settings: str, limit_s: float = 300.0)
     """
     command = [sys.executable, "-m", "fedmq", "scenario", str(scenario), "--out", str(out), "--json", "--quiet"]
     command += [part for setting in settings for part in ("--set", setting)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=limit_s)
+    done = subprocess.run(command, capture_output=True, check=False, timeout=limit_s)
+    if done.returncode:
+        raise subprocess.SubprocessError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr.decode()}")
     summary: dict[str, Any] = json.loads(done.stdout)
     return summary
 
 
 def loop_seconds(run: Path) -> float:
-    """Seconds from the first task to the last merge, by the coordinator's message log.
+    """Seconds of all rounds: the mean time between two merges, times their number.
 
     Raises:
-        ValueError: the run made no merge.
+        ValueError: the run has fewer than two merges.
     """
-    first, last = None, None
-    for _, record in read_log(run / "messages" / f"{COORDINATOR}.jsonl"):
-        match record:
-            case MessageRecord() if first is None and record.header.kind is Kind.TASK:
-                first = datetime.fromisoformat(record.wall)
-            case NoteRecord(event=LogEvent.ALL_MERGED):
-                last = datetime.fromisoformat(record.wall)
-    if first is None or last is None:
-        raise ValueError("the run made no merge")
-    return (last - first).total_seconds()
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    merged = [datetime.fromisoformat(line["wall"]) for line in lines if line["kind"] == "merge"]
+    if len(merged) < 2:
+        raise ValueError(f"{len(merged)} merges, two or more are needed")
+    return (merged[-1] - merged[0]).total_seconds() * len(merged) / (len(merged) - 1)

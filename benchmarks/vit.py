@@ -23,7 +23,7 @@ from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.clip_weights import config_of
-from fedmq.encoders.gpu import repeatable
+from fedmq.encoders.gpu import make_gpu_repeatable
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Trained
 from fedmq.models.build import build
 from fedmq.wire.payloads import Model
@@ -106,7 +106,7 @@ def silo_task(
 
 
 def _fastest() -> None:
-    """Restore PyTorch's defaults, which :func:`repeatable` changes for the process, for the plain loop."""
+    """Restore PyTorch's defaults, which :func:`make_gpu_repeatable` changes for the process, for the plain loop."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
@@ -150,7 +150,7 @@ def training_rates(clip_model: ClipModel, n: int, batch: int, repeats: int, devi
     rates: dict[str, list[float]] = {"silo": [], "bare": []}
     for number in range(repeats + 1):
         order = generator.permutation(n)
-        for name, kernels, epoch in (("silo", repeatable, silo), ("bare", _fastest, bare)):
+        for name, kernels, epoch in (("silo", make_gpu_repeatable, silo), ("bare", _fastest, bare)):
             if device != "cpu":
                 kernels()
             took = epoch(order)

@@ -12,7 +12,7 @@ import torch
 import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.runs import loop_seconds, rcsr_scenario, simulated
-from coordinator.rounds import RoundsPlan
+from coordinator.participation import RoundsPlan
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
@@ -76,18 +76,22 @@ def run(*, smoke: bool = False) -> Result:
         file = rcsr_scenario(folder, smoke=smoke)
         for method in METHODS:
             settings = (f"rounds={rounds}", f"protocol.name={method}")
-            summary = simulated(file, folder / method, *settings)
-            seconds = loop_seconds(folder / method)
             scenario = scenarios.load(file, settings)
             population = build_population(scenario)
             bare(scenarios.load(file, (*settings, f"rounds={warm}")), population, 1)  # warm
             alone = {threads: bare(scenario, population, threads) for threads in sorted({1, torch.get_num_threads()})}
             best = min(each.seconds for each in alone.values())
-            numbers += [
-                Number(f"{method}: {rounds} rounds as processes", seconds, "s"),
-                *(Number(f"{method}: bare, torch threads {n}", each.seconds, "s") for n, each in alone.items()),
-                Number(f"{method}: as a multiple of the faster bare loop", seconds / best, "x", "at most 1.5"),
-            ]
-            same = alone[1].digest == summary["model_digest"]
-            notes.append(f"{method}: the bare loop's model is {'bitwise identical' if same else 'different'}")
+            numbers += [Number(f"{method}: bare, torch threads {n}", each.seconds, "s") for n, each in alone.items()]
+            for launcher, how, aim in (("local", "as processes", 1.5), ("inline", "inline", 1.15)):
+                out = folder / f"{method}-{launcher}"
+                summary = simulated(file, out, *settings, f"launcher={launcher}")
+                seconds = loop_seconds(out)
+                numbers += [
+                    Number(f"{method}: {rounds} rounds {how}", seconds, "s"),
+                    Number(f"{method}: {how}, to the faster bare loop", seconds / best, "x", f"at most {aim}"),
+                ]
+                same = alone[1].digest == summary["model_digest"]
+                notes.append(
+                    f"{method}, {how}: the bare loop's model is {'bitwise identical' if same else 'different'}"
+                )
     return Result("loop", tuple(numbers), (*notes, f"{scenario.silos.count} silos, half of them selected each round"))

@@ -19,10 +19,10 @@ import torch
 from pydantic import Field, JsonValue
 from safetensors import SafetensorError
 
-from coordinator.counters import Counters, CountersRecord
-from coordinator.events import RoundsRecord
+from coordinator.counters import Counters
 from coordinator.faults import FaultInjector
 from coordinator.peers import Peers
+from coordinator.round_events import RoundsRecord
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
@@ -56,7 +56,7 @@ class CheckpointRecord(Stored):
     rounds: RoundsRecord
     now: Amount
     due: dict[str, Annotated[float, Field(ge=0)]]
-    counters: CountersRecord
+    counters: Counters
     issued: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
     data: str
     trace: str
@@ -100,7 +100,7 @@ class Checkpoint:
     states: Mapping[int, State]
     now: float
     due: Mapping[str, float]
-    counters: CountersRecord
+    counters: Counters
     issued: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
     trace: str = ""
@@ -313,9 +313,10 @@ class Checkpointing:
     def durably_committed(self, silo: str) -> int:
         """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
 
-        If the last checkpoint is damaged, the run resumes from the one before.
+        If the last checkpoint is damaged, the run resumes from the one before. It is 0 as long as no reply of the silo
+        was merged: tasks that failed left no state that the silo could miss.
         """
-        return self._committed_before.get(silo, 0)
+        return self._committed_before.get(silo, 0) if self._counters.participations[silo] else 0
 
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
         """Write a checkpoint after a merge.
@@ -332,9 +333,10 @@ class Checkpointing:
         self.committed, self._committed_before = after.committed, self.committed
         self._roster.note_unlogged()  # the counters include them, and this process may be killed before it notes them
         self.update_counters()
+        self._roster.settle()
         self._log.sign(SignedAt.MERGE, version=after.version)
         issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
-        rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
+        rounds, now, counters = after.to_record(), self._clock.now(), self._counters.copied()
         run_context = self._run_context
         record = Checkpoint(rounds, states, now, due, counters, issued, run_context.data, run_context.trace_file)
         for attempts_left in reversed(range(_TRIES)):

@@ -1,39 +1,34 @@
-"""Counters of a run for its summary; checkpoints store them, so that they continue after a resume."""
+"""Counters of a run for its summary, and the errors of its tasks; checkpoints store both, so that they continue."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from copy import copy
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+
+from coordinator.updates import ImplausibleError
+from fedmq.errors import DivergedError, RemoteWireError, RunError
 from fedmq.runs.run_records import UnusableReplies
-from fedmq.storage.json_files import Amount, Count, Stored
-from fedmq.wire.payloads import Payload, tensor_bytes
+from fedmq.runs.status import ERROR_CHARACTERS
+from fedmq.storage.json_files import Amount, Count
+from fedmq.text import printable
+from fedmq.wire.payloads import DIVERGED, Error, Payload
 
 
-class CountersRecord(Stored):
-    """The counters as a checkpoint stores them, see :class:`Counters`."""
-
-    up: dict[str, Count]
-    down: dict[str, Count]
-    sent: Count
-    received: Count
-    refused: dict[str, Count]
-    participations: dict[str, Count]
-    discarded: dict[str, Count]
-    failed: Count
-    failures: dict[str, Count]
-    unusable: dict[str, UnusableReplies]
-    errors: dict[str, str]
-    events: Count
-    seconds: dict[str, Amount]
-    silo_up: dict[str, Count]
-    silo_down: dict[str, Count]
+def _counts(tally: Counter[str]) -> Counter[str]:
+    if tally and min(tally.values()) < 0:
+        raise ValueError("a number below 0")
+    return tally
 
 
-@dataclass
-class Counters:
+#: Numbers by name.
+Tally = Annotated[Counter[str], Strict(strict=False), AfterValidator(_counts)]
+
+
+class Counters(BaseModel):
     """Counters of a run.
 
     Args:
@@ -55,34 +50,35 @@ class Counters:
             part of ``startup`` before the run's data were known.
     """
 
-    up: Counter[str] = field(default_factory=Counter)
-    down: Counter[str] = field(default_factory=Counter)
-    silo_up: Counter[str] = field(default_factory=Counter)
-    silo_down: Counter[str] = field(default_factory=Counter)
-    sent: int = 0
-    received: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    participations: Counter[str] = field(default_factory=Counter)
-    discarded: Counter[str] = field(default_factory=Counter)
-    failed: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    unusable: dict[str, UnusableReplies] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    events: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    up: Tally = Field(default_factory=Counter)
+    down: Tally = Field(default_factory=Counter)
+    silo_up: Tally = Field(default_factory=Counter)
+    silo_down: Tally = Field(default_factory=Counter)
+    sent: Count = 0
+    received: Count = 0
+    refused: Tally = Field(default_factory=Counter)
+    participations: Tally = Field(default_factory=Counter)
+    discarded: Tally = Field(default_factory=Counter)
+    failed: Count = 0
+    failures: Tally = Field(default_factory=Counter)
+    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
+    errors: dict[str, str] = Field(default_factory=dict)
+    events: Count = 0
+    seconds: dict[str, Amount] = Field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         """Add real seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def add_traffic(self, direction: Literal["up", "down"], silo: str, payloads: Iterable[Payload]) -> None:
-        """Count the payload bytes of a silo's message."""
+    def add_traffic(self, direction: Literal["up", "down"], silo: str, sizes: Iterable[tuple[str, int]]) -> None:
+        """Count the payloads of a silo's message, given their kinds and tensor bytes."""
         kinds, silos = (self.up, self.silo_up) if direction == "up" else (self.down, self.silo_down)
-        for payload in payloads:
+        for kind, size in sizes:
             # Scalars are in the body's header; count each as the eight bytes of a number.
-            size = tensor_bytes(payload) or 8
-            kinds[payload.KIND] += size
-            silos[silo] += size
+            kinds[kind] += size or 8
+            silos[silo] += size or 8
 
     def subtract(self, sent: int, received: int, refused: Counter[str]) -> None:
         """Take back messages that will be counted again.
@@ -95,28 +91,82 @@ class Counters:
         self.sent, self.received = self.sent - sent, self.received - received
         self.refused = self.refused - refused
 
-    def to_record(self) -> CountersRecord:
-        """The record that a checkpoint stores."""
-        plain = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
-        return CountersRecord.model_validate(plain)
+    def copied(self) -> Counters:
+        """The present counts, for a checkpoint; they do not change any more."""
+        return Counters(**{name: copy(value) for name, value in vars(self).items()})
 
-    @classmethod
-    def from_record(cls, record: CountersRecord) -> Counters:
-        """The inverse of :meth:`to_record`."""
-        return cls(
-            up=Counter(record.up),
-            down=Counter(record.down),
-            silo_up=Counter(record.silo_up),
-            silo_down=Counter(record.silo_down),
-            sent=record.sent,
-            received=record.received,
-            refused=Counter(record.refused),
-            participations=Counter(record.participations),
-            discarded=Counter(record.discarded),
-            failed=record.failed,
-            failures=Counter(record.failures),
-            unusable=dict(record.unusable),
-            errors=dict(record.errors),
-            events=record.events,
-            seconds=dict(record.seconds),
-        )
+
+class TaskErrors:
+    """Task errors since the last merge that had a reply, at most one per silo to bound memory.
+
+    Args:
+        errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
+            still ends with an error.
+        unusable: replies that could not be merged in the whole run, by silo; updated in place.
+    """
+
+    def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
+        self._pending: dict[str, tuple[str, str, bool]] = {}
+        self._errors, self._unusable = errors, unusable
+
+    def reported(self, silo: str, text: str, error: Payload) -> None:
+        """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
+        self._pending[silo] = "errors", text, isinstance(error, Error) and error.code == DIVERGED
+
+    def refused(self, silo: str, why: RemoteWireError | str, *, scripted: bool) -> None:
+        """The reply to a silo's pending task was refused; recorded like an error unless the scenario scripts it."""
+        text, diverged = f"its reply was refused: {printable(str(why))}", isinstance(why, ImplausibleError)
+        self._pending[silo] = ("scripted", text, False) if scripted else ("refused", text, diverged)
+
+    def task_failed(self, silo: str) -> None:
+        """The failure of a silo's task is due: record its error or refusal, if that is why it failed."""
+        if silo not in self._pending:
+            return
+        kind, text, diverged = self._pending.pop(silo)
+        if kind != "scripted":
+            self._errors[silo] = text
+        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, diverged=0, last="")
+        changes = {
+            kind: getattr(before, kind) + 1,
+            "diverged": before.diverged + diverged,
+            "last": text[:ERROR_CHARACTERS],
+        }
+        self._unusable[silo] = before.model_copy(update=changes)
+
+    def silo_failed(self, silo: str, text: str) -> None:
+        """A silo reported that it cannot continue."""
+        self._errors[silo] = text
+
+    def clear(self) -> None:
+        """Forget all errors: a merge had a reply."""
+        self._errors.clear()
+
+    @property
+    def first(self) -> str | None:
+        """The first error, if there is one."""
+        return next((f"{name}: {text}" for name, text in self._errors.items()), None)
+
+    def of_all(self, silos: Iterable[str]) -> str | None:
+        """The first error, if every one of these silos had one."""
+        return self.first if set(silos) <= set(self._errors) else None
+
+    def failure(self, why: str) -> RunError:
+        """The error that ends the run: a DivergedError if training diverged in all tasks of the silos with errors."""
+        found = [self._unusable.get(silo, UnusableReplies(errors=1)) for silo in self._errors]
+        diverged = found and all(each.diverged == each.refused + each.errors for each in found)
+        return DivergedError(why) if diverged else RunError(why)
+
+
+def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> RunError:
+    """The error of a run without a merged reply.
+
+    Args:
+        errors: errors of the run.
+        counters: counters of the run.
+        rounds: number of its rounds.
+    """
+    if (error := errors.first) is not None:
+        return errors.failure(f"no silo could train in any round; the first error was {error}")
+    lost = {**counters.failures, **counters.discarded}
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
+    return RunError(f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})")

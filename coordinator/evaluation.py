@@ -17,7 +17,7 @@ from coordinator.updates import text_of
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
-from fedmq.evaluation.metrics import Metric, known_names, objection
+from fedmq.evaluation.metrics import Metric, is_known, known_names, objection
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.protocol import State
 from fedmq.runs.results import append_metrics, read_metrics
@@ -87,8 +87,9 @@ def _wrong_personal(answer: Payload | None, name: str, like: Metrics, custom: Se
     if answer.per_silo.keys() != {name}:
         return "an evaluation of other parts of the split than the silo's own"
     for found, wanted in ((answer.values, like.values), (answer.per_silo[name], like.per_silo[name])):
-        if found.keys() != wanted.keys():
-            odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
+        # A user-defined metric may have no value for one of the models.
+        if odd_names := sorted(filter(is_known, found.keys() ^ wanted.keys())):
+            odd = ", ".join(odd_names[:3])
             return f"an evaluation with other metrics than the evaluator's: {odd}"
         if (wrong := objection(found, custom)) is not None:
             return f"an evaluation with {wrong}"
@@ -195,8 +196,7 @@ class EvaluationRequests:
             self.evaluate(version, state)
 
     def _is_due(self, version: int) -> bool:
-        every = self._run_context.scenario.evaluation.every
-        return version in (0, self._run_context.scenario.rounds) or bool(every and version % every == 0)
+        return self._run_context.scenario.evaluation.due(version, self._run_context.scenario.rounds)
 
     def unevaluated(self, version: int) -> tuple[int, ...]:
         """Versions up to this one that the evaluator was to evaluate and did not."""
@@ -387,6 +387,10 @@ class EvaluationRequests:
         """Whether a message answers a silo's open request; a repeated task reply has another base version."""
         request = self._requests.get(header.sender)
         return request is not None and (header.reply_to, header.base_version) == request[:2]
+
+    def requested_of(self, header: Header) -> bool:
+        """Whether a silo's reply answers a request of its personal model's evaluation, open or closed."""
+        return self._is_outstanding(header) or (header.sender, header.reply_to, header.base_version) in self._over
 
     def measured(self, message: Message) -> bool:
         """Handle a silo's answer to an evaluation request, or its error; returns whether the message was one."""

@@ -1,4 +1,4 @@
-"""Faults of a scenario on the coordinator's side: the injector, and the inbox that it damages.
+"""Faults of a scenario on the coordinator's side.
 
 Outcomes are drawn by pure functions (:mod:`fedmq.federation.faults`). Each fault strikes a task once, however
 often the task is sent, so that every run ends. Only the supervisor can kill or freeze processes; where processes were
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from coordinator.events import Failed
-from coordinator.peers import Peers, Ready, Unusable
+from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.config.faults import (
     ON_MESSAGES,
@@ -41,7 +40,8 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
-Frames = tuple[bytes, Sequence[Any]]
+#: Address, frames, and the header if it is decoded already.
+Frames = tuple[bytes, Sequence[Any], Header | None]
 _PERSISTENT, _POISON = get_args(Persistent), get_args(Poison)
 
 
@@ -190,15 +190,20 @@ class FaultInjector:
         return True
 
     # ------------------------------------------------------------------------------------------------------ frames
+    @property
+    def strikes_frames(self) -> bool:
+        """Whether a fault applies to one of the next messages."""
+        return bool(self._on_frames or self._held)
+
     def incoming(self, address: bytes, frames: Sequence[Any]) -> tuple[list[Frames], list[Failed]]:
         """Apply faults to a received message.
 
         Returns:
             What the roster receives instead, and the tasks whose reply is lost permanently.
         """
-        arrived: list[Frames] = [(address, frames)]
+        header = _header_of(frames)
+        arrived: list[Frames] = [(address, frames, header)]
         failed: list[Failed] = []
-        header = _header_of(frames) if self._on_frames or self._held else None
         if header is None:
             return arrived, failed
         held = self._held.pop(header.sender, None)
@@ -219,7 +224,7 @@ class FaultInjector:
                 case Reorder() if self._wired and arrived:
                     self._held[header.sender], arrived = arrived[0], arrived[1:]
                 case Corrupt() if self._wired:
-                    arrived = [(address, _damaged(frames)) for address, frames in arrived]
+                    arrived = [(address, _damaged(frames), header)]
                 case _:
                     pass
         return (arrived if held is None else [*arrived, held]), failed
@@ -255,11 +260,11 @@ class FaultInjector:
 
 def _header_of(frames: Sequence[Any]) -> Header | None:
     """The header, which is not encrypted and tells whose reply this is; None if it is unreadable."""
-    if isinstance(frames[0], Message):
+    if frames and isinstance(frames[0], Message):
         return frames[0].header
     try:
         return decode_header(frames[0])
-    except (RemoteWireError, TypeError):
+    except (RemoteWireError, TypeError, IndexError):
         return None
 
 
@@ -269,60 +274,3 @@ def _damaged(frames: Sequence[Any]) -> list[memoryview]:
     if body:  # a peer may send an empty frame
         body[len(body) // 2] ^= 1
     return [frames[0], memoryview(bytes(body))]
-
-
-#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
-#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
-MESSAGES_AT_ONCE = 256
-
-
-class Inbox:
-    """The messages of a run's peers, after the fault injector.
-
-    Args:
-        roster: the run's peers.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        fault_injector: loses, delays and damages messages.
-
-    Attributes:
-        caught_up: stopwatch time at which no message was left to read, most recently [s].
-    """
-
-    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
-        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
-        self.caught_up = clock.stopwatch()
-
-    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
-        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
-
-        Yields:
-            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
-            the number of its log record, None if it has none. The next message is read after this one is handled.
-        """
-        for _ in range(MESSAGES_AT_ONCE):
-            began = self._clock.stopwatch()
-            try:
-                received = self._roster.receive(wait)
-            except RemoteWireError as error:
-                self._roster.refuse("unknown", error, 0)
-                continue
-            if received is None:
-                now = self._clock.stopwatch()
-                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
-                    self.caught_up = now
-                return
-            wait = 0.0
-            arrived, lost = self._fault_injector.incoming(*received)
-            for failed in lost:
-                yield failed, failed.cause
-            for address, frames in arrived:
-                taken, record = self._taken(address, frames)
-                if taken is not None:
-                    yield taken, record
-
-    def _taken(self, address: bytes, frames: Sequence[Any]) -> tuple[Message | Ready | Unusable | None, int | None]:
-        """What the roster makes of frames, and its log record; messages within this process have none."""
-        before = self._log.records
-        taken = self._roster.take(address, frames)
-        return taken, self._log.records - 1 if self._log.records > before else None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from coordinator.admission import OwnDataAdmission, SimulatedAdmission, gather
 from coordinator.checkpoints import Checkpoint
+from coordinator.data_admission import OwnDataAdmission, SimulatedAdmission
 from coordinator.run_context import run_context_of, selectable
 from coordinator.sessions import Roster
 from coordinator.updates import text_of
@@ -24,7 +23,9 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Message
+from fedmq.wire.messages import Kind, Message
+
+_POLL_SECONDS = 0.2
 
 
 def admission_of(
@@ -43,7 +44,7 @@ def admission_of(
     """
     scenario = run.scenario
     if population is not None:
-        items = item_digests(population.prepared, scenario.dealt)
+        items = item_digests(population.prepared, scenario.dataset)
         return SimulatedAdmission(population.statements(items, run.id), run.id)
     known = None
     if saved is not None or folder.agreement.exists():
@@ -93,11 +94,19 @@ def gathered(
             )
         )
 
-    enough = partial(_enough, admission, scenario)
-    if not gather(
-        roster, admission, enough=enough, report=report, failed=partial(_failed, roster, log), stop_wanted=stop_wanted
-    ):
-        return None
+    while not (admission.agreeable and (not admission.missing or admission.agreed or _enough(admission, scenario))):
+        if stop_wanted():
+            return None
+        report(admission.missing)
+        received = roster.receive(_POLL_SECONDS)
+        taken = None if received is None else roster.take(*received)
+        if isinstance(taken, Message) and taken.header.kind is Kind.ERROR:
+            _failed(roster, log, taken)
+    if admission.agreed is None:
+        try:
+            admission.agree()
+        except FormatError as error:
+            raise InputError("the silos' data", str(error), "images in one silo at least, and captions") from None
     return _offered(roster, admission, folder, log)
 
 

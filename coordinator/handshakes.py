@@ -1,34 +1,27 @@
-"""Answers to senders without a session, at a limited rate: to handshakes, and to inquiries about the run."""
+"""Who gets a session: handshakes, at a limited rate, and duplicate logins.
+
+A process ends its session before it begins another one, and the connection of a killed process is closed. So if an
+earlier session continues, a second process was started with the same key, perhaps in a folder without the silo's
+personal state.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from coordinator.admission import Admission, OwnDataAdmission
-from coordinator.peers import Peers
-from coordinator.rounds import Phase
 from fedmq.clock import Clock
-from fedmq.config.run_id import KeyDigests, keys_in, named
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
-from fedmq.federation.agreement import FormatError
-from fedmq.packages import versions
-from fedmq.runs.data_records import StatedFormat
-from fedmq.runs.status import ERROR_CHARACTERS, CoordinatorFacts, SiloPhase, SiloStatus, StatusFile
-from fedmq.text import printable
-from fedmq.wire.channel import BEAT_SECONDS
+from fedmq.storage.logs import Logger
+from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.handshake import Responded, confirm, reject, respond
-from fedmq.wire.inquiry import OTHER_SCENARIO
 from fedmq.wire.keys import AcceptedKeys, Identity
 from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
-from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import ANY_RUN, EVALUATOR, Header, Kind, Reason
-from fedmq.wire.payloads import MAX_STATUS, Error, RunStatus
-from fedmq.wire.sessions import Session, open_message
+from fedmq.wire.messages import ANY_RUN, Header, Kind, Reason
+from fedmq.wire.sessions import Session
 from fedmq.wire.transports.base import Listener
 
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
@@ -168,155 +161,116 @@ class Handshakes:
             self._listener.send(address, rejection)
 
 
-#: Maximum length of each silo's error in a status that would otherwise be too large [characters].
-_SHORT_ERROR = 40
-#: Time without a message after which a silo that waits for the others is shown as lost [s].
-SILENT_SECONDS = 5 * BEAT_SECONDS
-
-
-class Inquiries:
-    """Answers inquiries for the roster.
+@dataclass
+class Peer:
+    """A peer with a session.
 
     Args:
-        run: the run's id.
-        silos: names of all silos.
-        rounds: total number of rounds.
-        clock: clock for the time stamp.
-        log: the coordinator's message log, which notes each sender of an inquiry once.
-        admission: knows what the silos stated about their data.
-        scenario: the scenario as plain data, of which silos and the evaluator learn digests; None tells nothing.
-
-    Attributes:
-        latest: the last status of the rounds; None before the first.
+        name: the name under which its key is accepted.
+        address: the transport's identifier of its connection.
+        session: keys and counters of the session.
+        heard: stopwatch time of its last message [s].
     """
 
-    def __init__(
-        self,
-        run: str,
-        silos: Sequence[str],
-        rounds: int,
-        clock: Clock,
-        log: MessageLog,
-        admission: Admission | None = None,
-        scenario: Mapping[str, object] | None = None,
-    ) -> None:
-        self._admission, self._scenario = admission, scenario
-        self._run, self._silos, self._rounds, self._clock, self._log = run, tuple(silos), rounds, clock, log
-        self._asked: set[str] = set()
-        self.latest: Callable[[], StatusFile | None] = lambda: None
+    name: str
+    address: bytes
+    session: Session
+    heard: float
 
-    def answer(self, name: str, peers: Peers) -> RunStatus:
-        """The answer to an inquiry.
+
+#: Maximum number of replaced sessions that are remembered; the oldest are forgotten.
+_MOST = 4096
+
+
+class ReplacedSessions:
+    """The replaced sessions of a roster.
+
+    Args:
+        clock: clock for the time since a session was replaced.
+        patience: factor of the interval between heartbeats.
+        logger: the log for operators.
+    """
+
+    def __init__(self, clock: Clock, patience: float, logger: Logger) -> None:
+        self._clock, self._logger = clock, logger
+        self._in_transit = BEAT_SECONDS * patience / 2
+        self._replaced = BoundedDict[bytes, tuple[Peer, float]](_MOST)
+
+    def add(self, earlier: Peer, address: bytes) -> None:
+        """Remember a session unless the one that replaced it is on the same connection, at ``address``."""
+        if earlier.address != address:
+            self._replaced[earlier.address] = earlier, self._clock.stopwatch()
+
+    def still_used(self, address: bytes, frames: Sequence[memoryview]) -> tuple[bool, Peer | None]:
+        """Whether frames are an authentic message of a replaced session.
 
         Args:
-            name: name of the key that the sender has proven to hold.
-            peers: the run's peers, whose state is the status before the rounds begin.
+            address: where the frames came from.
+            frames: the frames.
+
+        Returns:
+            Whether they are, so that they are dropped; and the session, once: to tell its process that it is replaced.
+            Messages that were in transit when the session was replaced are dropped only.
         """
-        if name not in self._asked:
-            self._asked.add(name)
-            self._log.note(LogEvent.STATUS_REQUESTED, peer=name)
-        facts = self._facts(name)
-        status = (self.latest() or self._before(peers)).model_copy(update={"coordinator": facts})
-        text = status.model_dump_json()
-        if len(text.encode()) > MAX_STATUS:
-            short = {
-                silo: each.model_copy(update={"error": each.error[:_SHORT_ERROR]})
-                for silo, each in status.silos.items()
-            }
-            facts = facts.model_copy(update={"format": None})
-            text = status.model_copy(update={"silos": short, "coordinator": facts}).model_dump_json()
-        return RunStatus(text)
-
-    def tells_scenario(self, name: str) -> bool:
-        """Whether the sender of an inquiry, a silo of the run or the evaluator, learns digests of the scenario."""
-        return self._scenario is not None and name in (*self._silos, EVALUATOR)
-
-    def _facts(self, name: str) -> CoordinatorFacts:
-        """Facts about this process; only silos and the evaluator learn the format of the run's data."""
-        here, scenario = versions(), None
-        if self._scenario is not None and self.tells_scenario(name):
-            scenario = KeyDigests.of(self._scenario, secrets.token_bytes(16))
-        if not isinstance(self._admission, OwnDataAdmission) or name not in (*self._silos, EVALUATOR):
-            return CoordinatorFacts(versions=here, scenario=scenario)
+        peer, since = self._replaced.get(address, (None, 0.0))
+        if peer is None:
+            return False, None
         try:
-            held = self._admission.likely
-        except FormatError:  # the data stated so far do not fit together, or one modality is in none of them
-            held = None
-        agreed = None if held is None else StatedFormat.of(held)
-        settled = self._admission.agreed is not None
-        return CoordinatorFacts(versions=here, format=agreed, settled=settled, scenario=scenario)
-
-    def _before(self, peers: Peers) -> StatusFile:
-        heard = {**peers.heard(), **peers.joining()}
-        silos = {name: self._before_rounds(name, peers, heard.get(name)) for name in self._silos}
-        return StatusFile(
-            run=self._run,
-            written=self._clock.utc(),
-            phase=Phase.GATHERING.value,
-            round=0,
-            rounds=self._rounds,
-            loss=None,
-            metrics={},
-            up=0,
-            down=0,
-            now=self._clock.now(),
-            elapsed=0.0,
-            refused=dict(peers.refused),
-            last_refused=printable(peers.refusal)[:ERROR_CHARACTERS],
-            last_refused_at=self._clock.utc(peers.refused_at) if peers.refusal else None,
-            silos=silos,
-        )
-
-    def _before_rounds(self, name: str, peers: Peers, heard: float | None) -> SiloStatus:
-        """The status of a silo that was heard last at a stopwatch's time [s]; None if it has no session."""
-        error = peers.failures.get(name, "")
-        if heard is None:
-            away = SiloPhase.LOST if error else SiloPhase.ABSENT
-            return SiloStatus(phase=SiloPhase.WAITING if peers.online(name) else away, error=error)
-        silent = self._clock.stopwatch() - heard > SILENT_SECONDS
-        phase = SiloPhase.LOST if silent else SiloPhase.WAITING
-        return SiloStatus(phase=phase, heard=self._clock.utc(heard), error=error)
+            opened = peer.session.open(frames)
+        except RemoteWireError:
+            return False, None
+        in_transit = self._clock.stopwatch() - since < self._in_transit
+        if in_transit or opened.header.kind is not Kind.HEARTBEAT:
+            return True, None
+        del self._replaced[address]
+        what = f"{peer.name} joined again while its earlier session was alive: is it running twice?"
+        self._logger.warning(what, peer=peer.name)
+        return True, peer
 
 
-#: Maximum number of inquiries that are remembered, the oldest are forgotten; and size of a report [bytes].
-_MAX_SESSIONS, _MAX_BODY = 256, 4096
-
-
-class ScenarioReports:
-    """Reads the one message that may follow the answer to an inquiry.
+class DuplicateLogins:
+    """The new sessions of a roster that wait, at most one of each name.
 
     Args:
-        log: the coordinator's message log, which notes each report once.
+        clock: clock for the time since a session was heard.
+        patience: factor of the interval between heartbeats.
     """
 
-    def __init__(self, log: MessageLog) -> None:
-        self._log = log
-        self._sessions = BoundedDict[bytes, Session](_MAX_SESSIONS)
-        self._noted: set[tuple[str, str]] = set()
+    def __init__(self, clock: Clock, patience: float) -> None:
+        self._clock, self._beat = clock, BEAT_SECONDS * patience
+        self._waiting: dict[str, tuple[Peer, float]] = {}
 
-    def expect(self, address: bytes, session: Session) -> None:
-        """An inquiry of a silo or the evaluator was answered, with the digests of the scenario."""
-        self._sessions[address] = session
+    def must_wait(self, peer: Peer, earlier: Peer | None) -> bool:
+        """Whether a session waits until it is clear whether the earlier one of its name continues.
 
-    def take(self, address: bytes, frames: Sequence[memoryview]) -> tuple[str, str] | None:
-        """The sender of a report and its keys as text; None if no inquiry on this connection was answered.
-
-        Raises:
-            RemoteWireError: the message is not authentic, or no report.
+        Args:
+            peer: the new session.
+            earlier: the session with which the name has joined; None if there is none.
         """
-        session = self._sessions.pop(address, None)
-        if session is None:
+        now = self._clock.stopwatch()
+        # A process that begins a session on the same connection has ended the earlier one.
+        if earlier is None or earlier.address == peer.address or now - earlier.heard > LOST_BEATS * self._beat:
+            return False
+        if not self.waits(peer):
+            self._waiting[peer.name] = peer, now
+        return True
+
+    def waits(self, peer: Peer) -> bool:
+        """Whether a session waits."""
+        return self._waiting.get(peer.name, (None, 0.0))[0] is peer
+
+    def forget(self, peer: Peer) -> None:
+        """A session of this name joins, so none waits any longer."""
+        self._waiting.pop(peer.name, None)
+
+    def refused(self, alive: Peer) -> Peer | None:
+        """The waiting session that a heartbeat of the earlier one refuses; it is forgotten.
+
+        A heartbeat that was in transit when the new session began proves nothing: a proxy may deliver it seconds later,
+        when its process has begun the new session itself.
+        """
+        peer, since = self._waiting.get(alive.name, (None, 0.0))
+        if peer is None or peer is alive or self._clock.stopwatch() - since < LOST_BEATS * self._beat:
             return None
-        message, _ = open_message(session, frames, max_body=_MAX_BODY)
-        match message.header.kind, message.payloads:
-            case Kind.ERROR, (Error(code=code, text=text),) if code == OTHER_SCENARIO:
-                keys = keys_in(text)
-            case _:
-                raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} after an inquiry")
-        if keys is None:
-            raise RemoteWireError(Reason.MALFORMED, f"{session.peer} does not list keys of a scenario")
-        found = session.peer, named(keys)
-        if found not in self._noted:
-            self._noted.add(found)
-            self._log.note(LogEvent.OTHER_SCENARIO, peer=session.peer, keys=named(keys))
-        return found
+        del self._waiting[alive.name]
+        return peer

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from coordinator.peers import Peers
 from coordinator.rounds import PendingTask
 from fedmq.clock import Clock
-from fedmq.errors import RemoteWireError
 from fedmq.storage.logs import Logger
 
 #: Time to wait for a message before looking at the clock again [s].
@@ -126,11 +125,7 @@ def dismiss_all(
             f"waiting at most {seconds:g} s for processes that are not connected, to end them", names=", ".join(away)
         )
     while away and clock.stopwatch() < until:
-        try:
-            received = peers.receive(_POLL_SECONDS)
-        except RemoteWireError as error:
-            peers.refuse("unknown", error, 0)
-            continue
+        received = peers.receive(_POLL_SECONDS)
         if received is not None:
             peers.take(*received)
             away = peers.dismiss(away)

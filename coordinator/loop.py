@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import merge_line, merged_state, states_in_use, weighted
 from coordinator.checkpoints import Checkpointing
-from coordinator.counters import Counters
+from coordinator.counters import Counters, TaskErrors, nothing_merged
 from coordinator.evaluation import EvaluationRequests
-from coordinator.events import (
+from coordinator.faults import FaultInjector
+from coordinator.liveness import Absences, ReconnectThrottle, await_silos
+from coordinator.peers import Inbox, Peers, Ready, Unusable
+from coordinator.round_events import (
     Action,
     Discard,
     EvaluationAborted,
@@ -33,14 +35,11 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.faults import FaultInjector, Inbox
-from coordinator.liveness import Absences, ReconnectThrottle, await_silos
-from coordinator.peers import Peers, Ready, Unusable
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.status import StatusReport
 from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
-from coordinator.updates import TaskErrors, nothing_merged, reason_of, says_diverged, text_of, validated
+from coordinator.updates import merge_line, merged_state, reason_of, states_in_use, text_of, validated, weighted
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
@@ -51,6 +50,7 @@ from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
+from fedmq.wire.payloads import sizes
 
 _POLL_SECONDS = 0.2
 
@@ -314,11 +314,8 @@ class Loop:
         self._note_answer(header, record)
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
-        elif self.evaluation.measured(message):
-            if self.evaluation.outstanding < outstanding:
-                self._limits.evaluated(self.clock.stopwatch())
-        elif header.kind is Kind.REPLY and header.reply_to is not None:
-            self.counters.add_traffic("up", header.sender, message.payloads)
+        elif header.kind is Kind.REPLY and header.reply_to is not None and not self.evaluation.requested_of(header):
+            self.counters.add_traffic("up", header.sender, sizes(message.payloads))
             self.status.received(header.sender)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
@@ -328,6 +325,9 @@ class Loop:
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
                 self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
+        elif self.evaluation.measured(message):
+            if self.evaluation.outstanding < outstanding:
+                self._limits.evaluated(self.clock.stopwatch())
         elif header.kind is Kind.ERROR:
             self._on_error(message, record)
         else:
@@ -340,7 +340,7 @@ class Loop:
         self.status.failed(silo, text)
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
-                self._errors.reported(silo, text, diverged=says_diverged(message))
+                self._errors.reported(silo, text, message.payloads[0])
             self._fail(Failed(silo, number, reason_of(message), cause=record))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
@@ -441,7 +441,7 @@ class Loop:
         # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
-            self.counters.add_traffic("down", silo.name, payloads)
+            self.counters.add_traffic("down", silo.name, sizes(payloads))
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
@@ -456,6 +456,7 @@ class Loop:
         merged = MergeResult(self.states[self.rounds.version], {})
         if replies:
             merged, left_out = merged_state(self.run_context, merged.state, replies, round_)
+            self.run_context.own_attributes.warn_of_changes(self.log.logger)
             for name in left_out:
                 self.log.note(LogEvent.REPLY_LEFT_OUT, silo=name, version=self.rounds.version, caused_by=cause)
             self._errors.clear()
@@ -482,10 +483,11 @@ class Loop:
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_metrics(self.run_context.folder, line, self.clock, durable=True)
-        self.saving.save(self.rounds.after_merge(), self.states, self._outcomes.due, cause)
+        last = self.evaluation.ends_after(version)
+        self.saving.save(self.rounds.after_merge(last=last), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
-        last = version >= self.rounds.plan.rounds or self.evaluation.ends_after(version)
-        self.stopping_for_late_silos = not last and self.late_silos() and not self.stop_wanted()
+        over = last or version >= self.rounds.plan.rounds
+        self.stopping_for_late_silos = not over and self.late_silos() and not self.stop_wanted()
         if self.stopping_for_late_silos:
             self._stop()
         else:

@@ -1,4 +1,4 @@
-"""Which silos are selected: sampling of cohorts and availability traces."""
+"""Which silos are selected: sampling of cohorts, the plan of the rounds, and availability traces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fedmq import seeds
 from fedmq.config.sections import Diurnal, Participation
@@ -98,6 +99,72 @@ def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sam
             return Sampling(samples)
         case "power_of_choice":
             return Sampling(samples, participation.candidates or 0)
+
+
+@dataclass(frozen=True)
+class RoundsPlan:
+    """The scenario's options that the rounds machine needs.
+
+    Args:
+        seed: the scenario's seed.
+        rounds: number of merges until the run is done.
+        silos: all silos in their fixed order.
+        eligible: silos that the method can select, in the same order.
+        participation: fraction of the eligible silos selected in a round (the cohort).
+        sampling: how silos are sampled.
+        mode: ``sync`` selects a cohort and merges its replies together; ``buffered`` and ``async`` keep as many tasks
+            pending as a cohort has silos, and merge whenever :meth:`wanted` replies have arrived.
+        quorum: sync: fraction of the cohort whose replies suffice once ``patience`` is over.
+        over_select: sync: factor by which more silos than the cohort are selected; the first replies, as many as the
+            cohort has silos, are merged.
+        buffer: buffered: replies per merge, at most the cohort; None for a third of the cohort.
+        patience: time that a merge waits for more replies [s]; None waits for all.
+        max_staleness: replies with a higher staleness are discarded; None accepts all.
+        first_round_selects_all: sync: the first round selects all eligible silos (pFedMMA).
+        minimum: number of joined silos at which the run starts; the others are selected once they have joined. None
+            waits for all silos.
+    """
+
+    seed: int
+    rounds: int
+    silos: tuple[str, ...]
+    eligible: tuple[str, ...]
+    participation: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
+    mode: Literal["sync", "buffered", "async"] = "sync"
+    quorum: float = 1.0
+    over_select: float = 1.0
+    buffer: int | None = None
+    patience: float | None = None
+    max_staleness: int | None = None
+    first_round_selects_all: bool = False
+    minimum: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.eligible:
+            raise ValueError("the method can select none of the silos")
+
+    def cohort_size(self, version: int) -> int:
+        """Number of silos in the cohort at a version."""
+        if self.first_round_selects_all and version == 0 and self.mode == "sync":
+            return len(self.eligible)
+        return cohort_size(self.participation, len(self.eligible))
+
+    def tasks_out(self, version: int) -> int:
+        """Number of tasks sent in a round (sync), or pending at any time (buffered, async)."""
+        cohort = self.cohort_size(version)
+        return math.ceil(self.over_select * cohort - 1e-9) if self.mode == "sync" else cohort
+
+    def wanted(self, version: int) -> int:
+        """Number of replies that complete a merge."""
+        cohort = self.cohort_size(version)
+        match self.mode:
+            case "sync":
+                return cohort
+            case "buffered":
+                return min(self.buffer or math.ceil(cohort / 3), cohort)
+            case "async":
+                return 1
 
 
 # --------------------------------------------------------------------------------------------------- availability

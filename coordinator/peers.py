@@ -1,20 +1,27 @@
-"""The coordinator's peers as its loop sees them: the interface, and peers that are functions in the same process.
+"""The coordinator's peers as its loop sees them: the interface, the inbox, and peers within this process.
 
 Peers with processes of their own are in :mod:`coordinator.sessions`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from typing_extensions import override
+
+from coordinator.faults import FaultInjector, Frames
+from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.fields import all_finite
+from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, tensors
@@ -48,40 +55,17 @@ class Unusable:
     detail: str
 
 
-@dataclass(frozen=True)
-class HeaderMaker:
-    """Makes the headers of the coordinator's messages.
-
-    Args:
-        run: the run's name.
-        sender: the coordinator's name.
-        clock: the run's clock.
-    """
-
-    run: str
-    sender: str
-    clock: Clock
-
-    def __call__(
-        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
-    ) -> Header:
-        """A header from the coordinator to ``receiver``, stamped with the current time."""
-        return Header(
-            run=self.run,
-            kind=kind,
-            sender=self.sender,
-            receiver=receiver,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self.clock.now(),
-        )
-
-
-class Peers(Protocol):
+class Peers(ABC):
     """All peers of a run: :class:`coordinator.sessions.Roster`, :class:`coordinator.peers.InProcessPeers`.
 
+    Args:
+        run: the run's id.
+        log: the coordinator's message log.
+        clock: the run's clock.
+
     Attributes:
+        uri: where peers connect.
+        wired: whether messages are sealed frames on a transport, logged at both ends, not objects of this process.
         sent: messages sent by this process.
         received: messages received by this process.
         refused: number of refusals, by reason.
@@ -89,59 +73,68 @@ class Peers(Protocol):
         refused_at: stopwatch time of it [s]; 0 without one.
         failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
         undelivered: peers lost as a message could not be delivered, with the number of the log record of that.
-        header: makes the headers of messages to a peer.
         unaccepted: peers whose key is not or no longer accepted, with the number of the log record that says so.
     """
 
-    sent: int
-    received: int
-    refused: Counter[str]
-    refusal: str
-    refused_at: float
-    failures: dict[str, str]
-    undelivered: dict[str, int]
-    header: HeaderMaker
-    unaccepted: dict[str, int]
+    uri: str
+    wired: ClassVar[bool] = True
 
-    @property
-    def uri(self) -> str:
-        """Where peers connect."""
+    def __init__(self, run: str, log: MessageLog, clock: Clock) -> None:
+        self.run, self._log, self._clock = run, log, clock
+        self.sent = 0
+        self.received = 0
+        self.refused: Counter[str] = Counter()
+        self.refusal, self.refused_at = "", 0.0
+        self.failures: dict[str, str] = {}
+        self.undelivered: dict[str, int] = {}
+        self.unaccepted: dict[str, int] = {}
 
-    @property
-    def wired(self) -> bool:
-        """Whether messages are sealed frames on a transport, logged at both ends, not objects of this process."""
+    def header(
+        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
+    ) -> Header:
+        """A header from the coordinator to ``receiver``, stamped with the current time."""
+        return Header(
+            run=self.run,
+            kind=kind,
+            sender=COORDINATOR,
+            receiver=receiver,
+            sequence=sequence,
+            reply_to=reply_to,
+            base_version=base_version,
+            sent_at=self._clock.now(),
+        )
 
+    @abstractmethod
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The address and the unread frames of the next message, for :meth:`take`; None if none arrives.
 
         Args:
             timeout_s: time to wait [s]; 0 does not wait, None waits indefinitely.
-
-        Raises:
-            RemoteWireError: a message with a wrong number of frames; it is dropped, the next one can be received.
         """
 
-    def take(self, address: bytes, frames: Sequence[Any]) -> Message | Ready | Unusable | None:
+    @abstractmethod
+    def take(
+        self, address: bytes, frames: Sequence[Any], header: Header | None = None
+    ) -> Message | Ready | Unusable | None:
         """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
 
         Refusals are counted and logged here; they do not raise.
+
+        Args:
+            address: where the frames came from.
+            frames: the frames.
+            header: their clear header, if it is decoded already.
         """
 
+    @abstractmethod
     def send(self, name: str, message: Message | Header) -> int:
         """Send a message; returns its size [bytes] (1 without frames), or 0 if the peer is not online."""
 
+    @abstractmethod
     def online(self, name: str) -> bool:
         """Whether messages can be sent to a peer."""
 
-    def silent(self, seconds: float, at: float) -> list[str]:
-        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
-
-    def heard(self) -> Mapping[str, float]:
-        """Stopwatch time of the last message of each connected peer [s]; empty where there are no heartbeats."""
-
-    def joining(self) -> Mapping[str, float]:
-        """Stopwatch time of the last message of each peer that has a session but has not joined [s]."""
-
+    @abstractmethod
     def drop(self, name: str) -> bool:
         """Remove a peer until it is ready again; returns whether it was online."""
 
@@ -151,11 +144,37 @@ class Peers(Protocol):
         Returns:
             The number of its log record; None if it is counted, but not logged.
         """
+        self._count(name, error)
+        return self._log.refused(name, error.reason, error.detail, size)
+
+    def _count(self, name: str, error: RemoteWireError) -> None:
+        self.refused[error.reason] += 1
+        who = "" if name == UNKNOWN else f"{name}: "
+        self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
 
     def dismiss(self, names: Sequence[str]) -> list[str]:
         """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
+        return [name for name in names if not self.send(name, self.header(name, Kind.STOP))]
 
-    def note_unlogged(self) -> None:
+    def pause(self) -> None:  # noqa: B027 - peers within this process end with it
+        """Tell peers that this process ends before the run does, unless they were dismissed."""
+
+    def silent(self, seconds: float, at: float) -> list[str]:
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
+        return []
+
+    def heard(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each connected peer [s]; empty where there are no heartbeats."""
+        return {}
+
+    def joining(self) -> Mapping[str, float]:
+        """Stopwatch time of the last message of each peer that has a session but has not joined [s]."""
+        return {}
+
+    def settle(self) -> None:  # noqa: B027 - silos of other processes reply only once their states are on disk
+        """Wait until the personal states of silos whose replies have arrived are on disk."""
+
+    def note_unlogged(self) -> None:  # noqa: B027 - nothing is left to log where every refusal is
         """Log the number of refusals that were counted but not logged since the last call."""
 
 
@@ -163,36 +182,45 @@ class Peers(Protocol):
 PeerFunction = Callable[[Message], tuple[Payload, ...]]
 
 
-class InProcessPeers:
-    """All peers of a run as functions.
+@dataclass(frozen=True)
+class PeerFunctions:
+    """All peers of a run as functions of this process.
 
     Args:
         answers: the function of each silo and of the evaluator, by name.
+        settle: waits until the personal states of the silos are on disk.
+    """
+
+    answers: Mapping[str, PeerFunction]
+    settle: Callable[[], None]
+
+
+class InProcessPeers(Peers):
+    """All peers of a run as functions.
+
+    Args:
+        peers: the functions.
         run: name of the run.
         log: the coordinator's message log; receives notes only.
         clock: clock for time stamps.
         folder: the run folder, for tracebacks.
     """
 
-    uri: ClassVar[str] = "inline"
-    wired: ClassVar[bool] = False
+    uri = "inline"
+    wired = False
 
-    def __init__(
-        self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock, folder: RunFolder
-    ) -> None:
-        self._errors = {name: ErrorFile(folder.errors(name)) for name in answers}
-        self._answers, self._run, self._log, self._clock = answers, run, log, clock
-        self.header = HeaderMaker(run, COORDINATOR, clock)
-        self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
+    def __init__(self, peers: PeerFunctions, run: str, log: MessageLog, clock: Clock, folder: RunFolder) -> None:
+        super().__init__(run, log, clock)
+        self._peers = peers
+        self._errors = {name: ErrorFile(folder.errors(name)) for name in peers.answers}
+        self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(peers.answers))
         self._joined: set[str] = set()
-        self.sent = 0
-        self.received = 0
-        self.refused: Counter[str] = Counter()
-        self.refusal, self.refused_at = "", 0.0
-        self.failures: dict[str, str] = {}
-        self.undelivered: dict[str, int] = {}
-        self.unaccepted: dict[str, int] = {}  # functions of this process have no keys
 
+    @override
+    def settle(self) -> None:
+        self._peers.settle()
+
+    @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed in this call."""
         if not self.queue:
@@ -209,7 +237,7 @@ class InProcessPeers:
         payloads: tuple[Payload, ...]
         kind = Kind.REPLY
         try:
-            payloads = self._answers[header.receiver](request)
+            payloads = self._peers.answers[header.receiver](request)
         except DiskError:
             raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:
@@ -219,7 +247,7 @@ class InProcessPeers:
             payloads, kind = (Error.of_task(error, text),), Kind.ERROR
         return Message(
             Header(
-                run=self._run,
+                run=self.run,
                 kind=kind,
                 sender=header.receiver,
                 receiver=COORDINATOR,
@@ -231,7 +259,8 @@ class InProcessPeers:
             payloads,
         )
 
-    def take(self, address: bytes, frames: Sequence[Any]) -> Any:
+    @override
+    def take(self, address: bytes, frames: Sequence[Any], header: Header | None = None) -> Any:
         """Take a message of :meth:`receive`; a reply with non-finite numbers is refused as by the codec."""
         taken = frames[0]
         bulk = [array for payload in getattr(taken, "payloads", ()) for array in tensors(payload)]
@@ -241,10 +270,12 @@ class InProcessPeers:
             return Unusable(taken.header, error.reason, str(error))
         return taken
 
+    @override
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""
         return name in self._joined
 
+    @override
     def send(self, name: str, message: Message | Header) -> int:
         """Queue a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""
         if name not in self._joined:
@@ -254,33 +285,59 @@ class InProcessPeers:
             self.queue.append(message)
         return 1
 
-    def refuse(self, name: str, error: RemoteWireError, size: int) -> int:
-        """Count and log a refusal; returns the number of its log record."""
-        self.refused[error.reason] += 1
-        self.refusal, self.refused_at = f"{name}: {error.detail}", self._clock.stopwatch()
-        return self._log.refused(name, error.reason, error.detail, size)
-
-    def silent(self, seconds: float, at: float) -> list[str]:
-        """Always empty: functions do not go silent."""
-        return []
-
-    def heard(self) -> Mapping[str, float]:
-        """Always empty: functions send no heartbeats."""
-        return {}
-
-    def joining(self) -> Mapping[str, float]:
-        """Always empty: functions need not wait."""
-        return {}
-
+    @override
     def drop(self, name: str) -> bool:
         """Remove a peer; returns whether it had joined."""
         joined = name in self._joined
         self._joined.discard(name)
         return joined
 
-    def dismiss(self, names: Sequence[str]) -> list[str]:
-        """Tell peers that the run is over; returns those that have not joined."""
-        return [name for name in names if not self.send(name, self.header(name, Kind.STOP))]
 
-    def note_unlogged(self) -> None:
-        """Nothing to note: every refusal is logged."""
+#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
+#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
+MESSAGES_AT_ONCE = 256
+
+
+class Inbox:
+    """The messages of a run's peers, after the fault injector.
+
+    Args:
+        roster: the run's peers.
+        log: the coordinator's message log.
+        clock: the run's clock.
+        fault_injector: loses, delays and damages messages.
+
+    Attributes:
+        caught_up: stopwatch time at which no message was left to read, most recently [s].
+    """
+
+    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
+        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
+        self.caught_up = clock.stopwatch()
+
+    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
+        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
+
+        Yields:
+            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
+            the number of its log record, None if it has none. The next message is read after this one is handled.
+        """
+        for _ in range(MESSAGES_AT_ONCE):
+            began = self._clock.stopwatch()
+            received = self._roster.receive(wait)
+            if received is None:
+                now = self._clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self.caught_up = now
+                return
+            wait = 0.0
+            arrived, lost = list[Frames]([(*received, None)]), list[Failed]()
+            if self._fault_injector.strikes_frames:
+                arrived, lost = self._fault_injector.incoming(*received)
+            for failed in lost:
+                yield failed, failed.cause
+            for frames in arrived:
+                before = self._log.records
+                taken = self._roster.take(*frames)
+                if taken is not None:  # messages within this process have no log record
+                    yield taken, self._log.records - 1 if self._log.records > before else None

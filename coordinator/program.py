@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from coordinator import checkpoints, release
-from coordinator.admission import Admission, OwnDataAdmission
+from coordinator import checkpoints
 from coordinator.counters import Counters
+from coordinator.data_admission import Admission, OwnDataAdmission
 from coordinator.evaluation import EvaluationRequests
 from coordinator.faults import FaultInjector, ProcessCommand
-from coordinator.file_descriptors import allow_descriptors
 from coordinator.gathering import admission_of, gathered, included
-from coordinator.handshakes import Inquiries
 from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
-from coordinator.peers import InProcessPeers, PeerFunction, Peers
+from coordinator.peers import InProcessPeers, PeerFunctions, Peers
+from coordinator.release import BestModel
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
 from coordinator.sessions import Roster
-from coordinator.status import StatusReport
+from coordinator.status import Inquiries, StatusReport
 from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
 from fedmq.config.resolve import ResolvedRun
@@ -34,6 +34,7 @@ from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.packages import MissingPackageError, __version__
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
@@ -41,6 +42,7 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
+from fedmq.text import print_line
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
@@ -51,6 +53,11 @@ from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared_connections import beat_patience
+
+#: File descriptors of any process of a run: its imports, locks, sockets and ZeroMQ's threads.
+OTHER_DESCRIPTORS = 64
+#: File descriptors for connections over TCP that are not admitted yet.
+_UNADMITTED = 32
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def run_coordinator(
     listening: Callable[[str], None] = lambda _: None,
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
-    peers: Callable[[Population], Mapping[str, PeerFunction]] | None = None,
+    peers: Callable[[Population], PeerFunctions] | None = None,
     order: Callable[[ProcessCommand], None] | None = None,
 ) -> CoordinatorResult:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
@@ -166,7 +173,7 @@ def run_coordinator(
         if data is None:
             if arguments.stop_silos:
                 dismiss_all(roster, _peer_names(scenario), scenario.aggregation.lost_after, clock, log.logger)
-            return _ended(log, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
+            return _ended(log, roster, Phase.STOPPED, None, log.note(LogEvent.STOP_REQUESTED))
         process = _Process(arguments, clock, roster, log, admission, order, status, stop_wanted, accepted, began)
         if isinstance(roster, Roster) and roster.inquiries is not None:
             roster.inquiries.latest = process.latest
@@ -175,7 +182,18 @@ def run_coordinator(
         return process.run(data, setting, saved)
 
 
-def _ended(log: MessageLog, phase: Phase, summary: RunSummary | None, cause: int | None) -> CoordinatorResult:
+def _write_report(run_context: RunContext) -> None:
+    """Write report.html, or say why there is none on a machine that has no package for it."""
+    try:
+        run_report.write(run_context.folder, run_context.protocol.REPORTED)
+    except MissingPackageError as error:
+        print_line(f"warning: {error}; or run fedmq report {run_context.folder.root} where it is installed")
+
+
+def _ended(
+    log: MessageLog, peers: Peers, phase: Phase, summary: RunSummary | None, cause: int | None
+) -> CoordinatorResult:
+    peers.pause()
     log.note(LogEvent.ENDED, phase=phase.value, caused_by=cause)
     return CoordinatorResult(phase, summary)
 
@@ -239,6 +257,24 @@ def _require_selectable(
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
+def allow_descriptors(connections: int, bind: str) -> None:
+    """Raise this process's limit of open files to the system's maximum, as each connection takes one.
+
+    Args:
+        connections: number of connections that the coordinator expects.
+        bind: URI on which it listens.
+
+    Raises:
+        InputError: the maximum is too low for the connections.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    needed = connections + OTHER_DESCRIPTORS + (_UNADMITTED if bind.startswith("tcp:") else 0)
+    if most != resource.RLIM_INFINITY and most < needed:
+        allowed = f"at least {needed} for {connections} connections: raise `ulimit -Hn`, or LimitNOFILE= of systemd"
+        raise InputError("open files of this process (ulimit -Hn)", most, allowed)
+
+
 def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
     peers = (*arguments.scenario.silo_names, EVALUATOR)
@@ -285,7 +321,7 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
     if saved:
         remove_unfinished(folder.root, folder.model)
     kind, version = (LogEvent.RESUMED, saved.rounds.version) if saved else (LogEvent.STARTED, 0)
-    log.note(kind, run=arguments.run.id, version=version)
+    log.note(kind, run=arguments.run.id, version=version, program=__version__)
     return log
 
 
@@ -360,7 +396,7 @@ class _Process:
             setting: the result of :func:`_resumable`, if known.
             saved: the checkpoint that the run resumes from.
         """
-        counters = Counters.from_record(saved.counters) if saved else Counters()
+        counters = saved.counters if saved else Counters()
         waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
         counters.add_seconds("total", waited)
         if "startup" not in counters.seconds:
@@ -368,7 +404,9 @@ class _Process:
         while True:
             run_context, theta = setting or _resumable(self.arguments, data, saved, self.accepted)
             loop, earlier = self._loop_of(run_context, theta, saved, counters), self._loop
-            loop.evaluation.best, self._loop = release.best_model(run_context, data), loop
+            self._loop = loop
+            if run_context.scenario.evaluation.keep != "last":
+                loop.evaluation.best = BestModel(run_context, data)
             with _noted_in_status(loop):
                 phase = loop.run(continues=earlier is not None)
             loop.saving.update_counters()
@@ -379,8 +417,8 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                run_report.write(run_context.folder, run_context.protocol.REPORTED)
-                return _ended(self.log, phase, summary, loop.phase_cause)
+                _write_report(run_context)
+                return _ended(self.log, self.roster, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if (
                 not loop.stopping_for_late_silos
@@ -389,7 +427,7 @@ class _Process:
             ):
                 if self.arguments.stop_silos:
                     self._dismiss(loop, self.arguments.scenario.aggregation.lost_after)
-                return _ended(self.log, phase, None, loop.phase_cause)
+                return _ended(self.log, roster, phase, None, loop.phase_cause)
             # Like a resumed coordinator, it continues from its checkpoint, but peers stay connected and counters
             # continue.
             counters.subtract(roster.sent, roster.received, roster.refused)
@@ -419,8 +457,6 @@ class _Process:
         else:
             rounds, states, due = Rounds.from_record(plan, saved.rounds), dict(saved.states), dict(saved.due)
         evaluation = EvaluationRequests(run_context, roster, log, clock, _cut_metrics(run_context, rounds.version))
-        if evaluation.ends_after(rounds.version):  # early stopping ended it after its last round
-            rounds = replace(rounds, plan=replace(plan, rounds=rounds.version))
         return Loop(
             run_context,
             rounds,

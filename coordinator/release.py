@@ -5,7 +5,7 @@ The folder is enough to build and apply the model; it needs neither the run fold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from coordinator import checkpoints
-from coordinator.admission import OwnDataAdmission
+from coordinator.data_admission import OwnDataAdmission
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext, run_context_of
 from fedmq.config.scenario import Scenario
@@ -27,8 +27,7 @@ from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.model_card import model_card
-from fedmq.runs.release import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release import ReleaseConfig, ReleasedInputs, model_card
 from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
@@ -56,19 +55,17 @@ class BestModel:
 
     Args:
         run_context: fixed facts of the run.
-        write: writes the released model of a state into a run folder; returns the model's digest.
+        data: the run's data.
 
     Raises:
         InputError: the record of an earlier process is damaged.
     """
 
-    def __init__(self, run_context: RunContext, write: Callable[[RunFolder, State], str]) -> None:
-        self._folder, self._write = run_context.folder, write
-        self.best = read_best(self._folder)
-
-    @property
-    def _path(self) -> Path:
-        return best_path(self._folder)
+    def __init__(self, run_context: RunContext, data: RunData) -> None:
+        path = best_path(run_context.folder)
+        self._path, self._data = path, data
+        self._run_context = replace(run_context, folder=RunFolder(path.parent))
+        self.best = read_best(run_context.folder)
 
     def evaluated(self, version: int, metrics: Metrics, state: State) -> None:
         """Keep a version if it is the best one so far.
@@ -81,7 +78,8 @@ class BestModel:
         value = metrics.values[HEADLINE]
         if self.best is not None and value <= self.best.value:
             return
-        digest = self._write(RunFolder(self._path.parent), state)
+        more = self._run_context.protocol.release(state)
+        digest = write_model(self._run_context, state.theta, more, self._data).model_digest
         self.best = BestVersion(version=version, metric=HEADLINE, value=value, model_digest=digest)
         write_json(self._path, self.best.plain())
 
@@ -146,19 +144,6 @@ def write_model(
     )
     write_json(folder / "config.json", config.plain())
     return config
-
-
-def best_model(run_context: RunContext, data: RunData) -> BestModel | None:
-    """Keeps the best version, if the scenario asks for it."""
-    if run_context.scenario.evaluation.keep == "last":
-        return None
-
-    def write(folder: RunFolder, state: State) -> str:
-        into = replace(run_context, folder=folder)
-        more = run_context.protocol.release(state)
-        return write_model(into, state.theta, more, data).model_digest
-
-    return BestModel(run_context, write)
 
 
 def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSummary) -> None:

@@ -1,19 +1,21 @@
 """The rounds machine: which silos are selected when, and when replies are merged. No sockets, no clock, no tensors.
 
-``rounds.handle(event)`` returns the next machine and the actions to carry out. It is a pure function of frozen
-values: an event that is illegal in the present phase raises :class:`IllegalEventError` and changes nothing.
-``TABLE`` defines which events are legal in which phase; ``docs/explanation/rounds.md`` shows its diagram.
+``rounds.handle(event)`` looks the event up in the present phase's row of ``TABLE``, at the end of this module: what the
+event changes, and the ways into another phase with their conditions. It is a pure function of frozen values: an event
+that the row lacks raises :class:`IllegalEventError` and changes nothing. ``docs/explanation/rounds.md`` shows the
+table's diagram.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, assert_never
+from typing import Any, assert_never
 
-from coordinator.events import (
+from coordinator.participation import RoundsPlan
+from coordinator.round_events import (
     Action,
     Arrived,
     Deadline,
@@ -36,7 +38,6 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.participation import Sampling, cohort_size
 from fedmq.errors import FedmqError
 
 
@@ -50,126 +51,8 @@ class Phase(StrEnum):
     STOPPED = "stopped"  # stopped early; can be resumed
 
 
-TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
-    Phase.GATHERING: {
-        Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: resumed after the last merge
-        StillConnected: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),
-        Lost: (Phase.GATHERING,),
-        Switched: (Phase.GATHERING,),
-        Expelled: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the others have all joined
-        WaitEnded: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # the minimum has joined
-        Stop: (Phase.STOPPED,),
-    },
-    Phase.COLLECTING: {
-        Joined: (Phase.COLLECTING,),
-        Lost: (Phase.COLLECTING,),
-        Switched: (Phase.COLLECTING,),
-        Expelled: (Phase.COLLECTING,),
-        Arrived: (Phase.COLLECTING, Phase.MERGING),
-        Failed: (Phase.COLLECTING, Phase.MERGING),
-        Deadline: (Phase.COLLECTING, Phase.MERGING),
-        Stop: (Phase.STOPPED,),
-    },
-    Phase.MERGING: {
-        Joined: (Phase.MERGING,),
-        Lost: (Phase.MERGING,),
-        Switched: (Phase.MERGING,),
-        Expelled: (Phase.MERGING,),
-        Merged: (Phase.COLLECTING, Phase.DONE),
-        Stop: (Phase.STOPPED,),
-    },
-    Phase.DONE: {
-        Joined: (Phase.DONE,),
-        Lost: (Phase.DONE,),
-        Switched: (Phase.DONE,),
-        Expelled: (Phase.DONE,),
-        Arrived: (Phase.DONE,),
-        Failed: (Phase.DONE,),
-        Deadline: (Phase.DONE,),
-        Stop: (Phase.DONE,),
-        EvaluationAborted: (Phase.STOPPED,),
-    },
-    Phase.STOPPED: {
-        Joined: (Phase.STOPPED,),
-        Lost: (Phase.STOPPED,),
-        Switched: (Phase.STOPPED,),
-        Expelled: (Phase.STOPPED,),
-        Arrived: (Phase.STOPPED,),
-        Failed: (Phase.STOPPED,),
-        Deadline: (Phase.STOPPED,),
-        Stop: (Phase.STOPPED,),
-    },
-}
-
-
 class IllegalEventError(FedmqError):
     """An event is illegal in the present phase; the machine is unchanged."""
-
-
-@dataclass(frozen=True)
-class RoundsPlan:
-    """The scenario's options that the rounds machine needs.
-
-    Args:
-        seed: the scenario's seed.
-        rounds: number of merges until the run is done.
-        silos: all silos in their fixed order.
-        eligible: silos that the method can select, in the same order.
-        participation: fraction of the eligible silos selected in a round (the cohort).
-        sampling: how silos are sampled.
-        mode: ``sync`` selects a cohort and merges its replies together; ``buffered`` and ``async`` keep as many tasks
-            pending as a cohort has silos, and merge whenever :meth:`wanted` replies have arrived.
-        quorum: sync: fraction of the cohort whose replies suffice once ``patience`` is over.
-        over_select: sync: factor by which more silos than the cohort are selected; the first replies, as many as the
-            cohort has silos, are merged.
-        buffer: buffered: replies per merge, at most the cohort; None for a third of the cohort.
-        patience: time that a merge waits for more replies [s]; None waits for all.
-        max_staleness: replies with a higher staleness are discarded; None accepts all.
-        first_round_selects_all: sync: the first round selects all eligible silos (pFedMMA).
-        minimum: number of joined silos at which the run starts; the others are selected once they have joined. None
-            waits for all silos.
-    """
-
-    seed: int
-    rounds: int
-    silos: tuple[str, ...]
-    eligible: tuple[str, ...]
-    participation: float = 1.0
-    sampling: Sampling = field(default_factory=Sampling)
-    mode: Literal["sync", "buffered", "async"] = "sync"
-    quorum: float = 1.0
-    over_select: float = 1.0
-    buffer: int | None = None
-    patience: float | None = None
-    max_staleness: int | None = None
-    first_round_selects_all: bool = False
-    minimum: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.eligible:
-            raise ValueError("the method can select none of the silos")
-
-    def cohort_size(self, version: int) -> int:
-        """Number of silos in the cohort at a version."""
-        if self.first_round_selects_all and version == 0 and self.mode == "sync":
-            return len(self.eligible)
-        return cohort_size(self.participation, len(self.eligible))
-
-    def tasks_out(self, version: int) -> int:
-        """Number of tasks sent in a round (sync), or pending at any time (buffered, async)."""
-        cohort = self.cohort_size(version)
-        return math.ceil(self.over_select * cohort - 1e-9) if self.mode == "sync" else cohort
-
-    def wanted(self, version: int) -> int:
-        """Number of replies that complete a merge."""
-        cohort = self.cohort_size(version)
-        match self.mode:
-            case "sync":
-                return cohort
-            case "buffered":
-                return min(self.buffer or math.ceil(cohort / 3), cohort)
-            case "async":
-                return 1
 
 
 @dataclass(frozen=True)
@@ -181,11 +64,15 @@ class PendingTask:
     round: int
 
 
+#: The next machine, and the actions to carry out.
+Step = tuple["Rounds", tuple[Action, ...]]
+
+
 @dataclass(frozen=True)
 class Rounds:
     """The rounds machine.
 
-    A checkpoint, which is written after a merge, stores ``version``, ``gone``, ``pending``, ``sequences`` and
+    A checkpoint, which is written after a merge, stores ``version``, ``last``, ``gone``, ``pending``, ``sequences`` and
     ``losses``. After a merge the other fields are reset, or follow from the joined silos and the trace.
 
     Args:
@@ -203,6 +90,7 @@ class Rounds:
         losses: last-known training loss, by silo.
         deadline_set: whether the deadline of the present merge is scheduled.
         deadline_passed: whether it has passed.
+        last: no further rounds are wanted.
         awaited: silos that took part before the run was resumed; it starts without them only after :class:`WaitEnded`.
     """
 
@@ -220,6 +108,7 @@ class Rounds:
     losses: Mapping[str, float] = field(default_factory=dict)
     deadline_set: bool = False
     deadline_passed: bool = False
+    last: bool = False
     awaited: frozenset[str] = frozenset()
 
     def handle(self, event: Event, record: int | None = None) -> tuple[Rounds, tuple[Action, ...]]:
@@ -235,57 +124,120 @@ class Rounds:
         Raises:
             IllegalEventError: the present phase does not allow the event, or it names an unknown silo or version.
         """
-        allowed = TABLE[self.phase].get(type(event))
-        if allowed is None:
+        transition = TABLE[self.phase].get(type(event))
+        if transition is None:
             raise IllegalEventError(f"{type(event).__name__} is not allowed while {self.phase}")
         for silo in _silos_of(event):
             if silo not in self.plan.silos:
                 raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
-        result, actions = self._dispatch(event)
-        if result.phase not in allowed:
-            raise IllegalEventError(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
-        return result, tuple(replace(action, cause=record) for action in actions)
+        after, actions = transition.change(self, event)
+        for way in transition.exits:
+            if way.when(after):
+                after, more = way.enter(replace(after, phase=way.to))
+                actions += more
+                break
+        return after, tuple(replace(action, cause=record) for action in actions)
 
-    def _dispatch(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
-        match event:
-            case Joined(silo):
-                return self._joined(silo)
-            case StillConnected(silos):
-                return self._still_connected(silos)
-            case Lost(silo):
-                return replace(self, online=self.online - {silo}), ()
-            case Switched(silo, on):
-                return replace(self, off=self.off - {silo} if on else self.off | {silo})._select()
-            case Arrived(silo, sequence, loss):
-                return self._arrived(silo, sequence, loss)
-            case Failed(silo, sequence, _, gone):
-                return self._failed(silo, sequence, gone)
-            case Deadline(round_):
-                return self._deadline(round_)
-            case Merged(version, last):
-                return self._merged(version, last=last)
-            case Stop() | EvaluationAborted():
-                finished = self.phase is Phase.DONE and isinstance(event, Stop)
-                return self if finished else replace(self, phase=Phase.STOPPED), ()
-            case Expelled(silo):
-                return replace(self, online=self.online - {silo}, gone=self.gone | {silo})._start_if_enough()
-            case WaitEnded():
-                return replace(self, awaited=frozenset())._start_if_enough()
-            case _:
-                assert_never(event)
+    # ------------------------------------------------------------------------------------------- what events change
+    def same(self, event: Event) -> Step:
+        """The event changes nothing but, where the table says so, the phase."""
+        return self, ()
 
-    def _joined(self, silo: str) -> tuple[Rounds, tuple[Action, ...]]:
-        joined = replace(self, online=self.online | {silo}, gone=self.gone - {silo})
-        if joined.phase in (Phase.DONE, Phase.STOPPED):
-            return joined, ()
-        resend = joined._resend((silo,))
-        after, actions = joined._select() if joined.phase is not Phase.GATHERING else joined._start_if_enough()
-        return after, resend + actions
+    def join(self, event: Joined) -> Step:
+        """A silo joins, and gets its pending task again."""
+        joined, _ = self.join_late(event)
+        return joined, joined._resend((event.silo,))
 
-    def _still_connected(self, silos: tuple[str, ...]) -> tuple[Rounds, tuple[Action, ...]]:
-        connected = replace(self, online=self.online.union(silos))
-        after, actions = connected._start_if_enough()
-        return after, connected._resend(silos) + actions
+    def join_late(self, event: Joined) -> Step:
+        """A silo joins after the last round."""
+        return replace(self, online=self.online | {event.silo}, gone=self.gone - {event.silo}), ()
+
+    def stay_connected(self, event: StillConnected) -> Step:
+        """Silos are connected already, and get their pending tasks again."""
+        return replace(self, online=self.online.union(event.silos)), self._resend(event.silos)
+
+    def lose(self, event: Lost) -> Step:
+        """A silo is not connected any more."""
+        return replace(self, online=self.online - {event.silo}), ()
+
+    def switch(self, event: Switched) -> Step:
+        """The trace turns a silo on or off."""
+        return replace(self, off=self.off - {event.silo} if event.on else self.off | {event.silo}), ()
+
+    def expel(self, event: Expelled) -> Step:
+        """A silo's key was removed."""
+        return replace(self, online=self.online - {event.silo}, gone=self.gone | {event.silo}), ()
+
+    def end_wait(self, event: WaitEnded) -> Step:
+        """The minimum of silos suffices from now on."""
+        return replace(self, awaited=frozenset()), ()
+
+    def arrive(self, event: Arrived) -> Step:
+        """Keep a reply for the merge, or discard it."""
+        task = self._task_of(event)
+        if task is None:
+            return self, (Discard(event.silo, event.sequence, DiscardReason.DUPLICATE),)
+        received = self._answered(event)
+        if (reason := self._refusal(task)) is not None:
+            return received, (Discard(event.silo, event.sequence, reason),)
+        return replace(received, arrived={**self.arrived, event.silo: event.sequence}), ()
+
+    def arrive_late(self, event: Arrived) -> Step:
+        """Discard a reply after the last merge."""
+        known = self._task_of(event) is not None
+        reason = DiscardReason.LATE if known else DiscardReason.DUPLICATE
+        return self._answered(event) if known else self, (Discard(event.silo, event.sequence, reason),)
+
+    def fail(self, event: Failed) -> Step:
+        """A task of the present round or of an earlier one fails; another silo can be selected."""
+        task = self._task_of(event)
+        after, actions = self.fail_late(event)
+        if task is None or task.base_version != self.version:
+            return after, actions
+        cohort = tuple(name for name in self.cohort if name != event.silo)
+        return replace(after, cohort=cohort, failed=self.failed | {event.silo}), actions
+
+    def fail_late(self, event: Failed) -> Step:
+        """A task fails after the last merge."""
+        if self._task_of(event) is None:
+            return self, ()
+        # A silo that rejoined before it was given up only fails this task and can be selected again.
+        gone = event.gone and event.silo not in self.online
+        return replace(
+            self, pending=self._without(event.silo), gone=self.gone | {event.silo} if gone else self.gone
+        ), ()
+
+    def pass_deadline(self, event: Deadline) -> Step:
+        """From now on fewer replies suffice, if the deadline is the present round's."""
+        return replace(self, deadline_passed=self.deadline_passed or event.round == self.version), ()
+
+    def count_merge(self, event: Merged) -> Step:
+        """The merge is done."""
+        if event.version != self.version + 1:
+            raise IllegalEventError(f"Merged({event.version}) while version is {self.version}")
+        return replace(self, version=event.version, last=event.last), ()
+
+    def _task_of(self, event: Arrived | Failed) -> PendingTask | None:
+        """The pending task that an event ends; None if it has ended already."""
+        task = self.pending.get(event.silo)
+        return task if task is not None and task.sequence == event.sequence else None
+
+    def _without(self, silo: str) -> Mapping[str, PendingTask]:
+        """The pending tasks without that of a silo."""
+        return {name: task for name, task in self.pending.items() if name != silo}
+
+    def _answered(self, event: Arrived) -> Rounds:
+        losses = self.losses if event.loss is None else {**self.losses, event.silo: event.loss}
+        return replace(self, pending=self._without(event.silo), losses=losses)
+
+    def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
+        """Why a reply is discarded; None if it is merged."""
+        age = self.version - pending_task.base_version
+        if self.plan.mode == "sync":
+            late = DiscardReason.SURPLUS if self.plan.over_select > 1 else DiscardReason.LATE
+            return None if age == 0 else late
+        fresh = self.plan.max_staleness is None or age <= self.plan.max_staleness
+        return None if fresh else DiscardReason.STALE
 
     def _resend(self, silos: tuple[str, ...]) -> tuple[Action, ...]:
         """The pending tasks of these silos again.
@@ -295,20 +247,50 @@ class Rounds:
         found = ((silo, self.pending[silo]) for silo in silos if silo in self.pending)
         return tuple(Send(silo, task.sequence, task.base_version, task.round) for silo, task in found)
 
-    def _start_if_enough(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Start the first round, or resume, if the run waits for silos and enough of them have joined."""
-        if self.phase is not Phase.GATHERING or not self.online or not self._enough_silos:
-            return self, ()
-        # Silos that are not needed to start are not selected until they join.
-        absent = frozenset(self.plan.silos) - self.online
-        return replace(self, gone=self.gone | absent, awaited=frozenset())._begin_round()
+    # ------------------------------------------------------------------------------------------- ways into a phase
+    @property
+    def over(self) -> bool:
+        """Whether no round is left."""
+        return self.last or self.version >= self.plan.rounds
 
     @property
-    def _enough_silos(self) -> bool:
+    def ready(self) -> bool:
+        """Whether enough replies have arrived for a merge, or no more will arrive."""
+        none_pending = not (self.cohort if self.plan.mode == "sync" else self.pending)
+        # A round in which all selected silos failed still counts: it merges nothing and the run continues.
+        selected = bool(self.arrived or self.cohort or self.failed)
+        return self._has_enough_replies or (selected and none_pending)
+
+    def begin(self) -> Step:
+        """Begin the first round or resume; silos that are not needed for it are not selected until they join."""
+        return self._without_absent().next_round()
+
+    def end(self) -> Step:
+        """Finish a run that is resumed after its last merge."""
+        return self._without_absent().finish()
+
+    def _without_absent(self) -> Rounds:
+        return replace(self, gone=self.gone | (frozenset(self.plan.silos) - self.online), awaited=frozenset())
+
+    def next_round(self) -> Step:
+        """Begin a round."""
+        return self._cleared().select()
+
+    def finish(self) -> Step:
+        """All rounds are merged."""
+        return self._cleared(), (Finish(),)
+
+    def merge(self) -> Step:
+        """Merge the replies in the fixed order of the silos."""
+        replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
+        return self, (Merge(self.version, replies),)
+
+    @property
+    def gathered(self) -> bool:
         """Whether enough silos have joined to start or resume."""
         plan, known = self.plan, self.online | self.gone
-        if set(plan.silos) <= known:
-            return True
+        if not self.online or set(plan.silos) <= known:
+            return bool(self.online)
         enough = plan.minimum is not None and len(self.online.intersection(plan.eligible)) >= plan.minimum
         return enough and self.awaited <= known
 
@@ -316,18 +298,11 @@ class Rounds:
         """The machine without the fields of the current version."""
         return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
-    def _begin_round(self, *, last: bool = False) -> tuple[Rounds, tuple[Action, ...]]:
-        """Start the next round, or finish."""
-        begun = replace(self._cleared(), phase=Phase.COLLECTING)
-        if last or self.version >= self.plan.rounds:
-            return replace(begun, phase=Phase.DONE), (Finish(),)
-        return begun._select()
-
-    def _select(self) -> tuple[Rounds, tuple[Action, ...]]:
+    def select(self) -> Step:
         """Select silos and send tasks: a cohort per round (sync), or up to a cohort at any time (other modes)."""
         plan = self.plan
         begun = plan.mode == "sync" and (self.cohort or self.failed)
-        if self.phase is not Phase.COLLECTING or begun or self._has_enough_replies:
+        if begun or self._has_enough_replies:
             return self, ()
         busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
@@ -349,65 +324,6 @@ class Rounds:
             return after, tuple(actions)
         return replace(after, deadline_set=True), (*actions, SetDeadline(self.version, plan.patience))
 
-    def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
-        pending_task = self.pending.get(silo)
-        if pending_task is None or pending_task.sequence != sequence:
-            return self, (Discard(silo, sequence, DiscardReason.DUPLICATE),)
-        pending = {name: each for name, each in self.pending.items() if name != silo}
-        received = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
-        reason = self._refusal(pending_task)
-        if reason is None:
-            return replace(received, arrived={**self.arrived, silo: sequence})._select_or_merge()
-        after, actions = received._select_or_merge()
-        return after, (Discard(silo, sequence, reason), *actions)
-
-    def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
-        """Why a reply is discarded; None if it is merged."""
-        if self.phase is not Phase.COLLECTING:
-            return DiscardReason.LATE
-        age = self.version - pending_task.base_version
-        if self.plan.mode == "sync":
-            late = DiscardReason.SURPLUS if self.plan.over_select > 1 else DiscardReason.LATE
-            return None if age == 0 else late
-        fresh = self.plan.max_staleness is None or age <= self.plan.max_staleness
-        return None if fresh else DiscardReason.STALE
-
-    def _failed(self, silo: str, sequence: int, gone: bool) -> tuple[Rounds, tuple[Action, ...]]:
-        pending_task = self.pending.get(silo)
-        if pending_task is None or pending_task.sequence != sequence:
-            return self, ()
-        pending = {name: each for name, each in self.pending.items() if name != silo}
-        # A silo that rejoined before it was given up only fails this task and can be selected again.
-        gone = gone and silo not in self.online
-        after = replace(self, pending=pending, gone=self.gone | {silo} if gone else self.gone)
-        if self.phase is Phase.COLLECTING and pending_task.base_version == self.version:
-            cohort = tuple(name for name in self.cohort if name != silo)
-            after = replace(after, cohort=cohort, failed=self.failed | {silo})
-        return after._select_or_merge()
-
-    def _select_or_merge(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Select other silos if there is room, then merge if complete."""
-        after, actions = self._select()
-        after, more = after._merge_if_ready()
-        return after, (*actions, *more)
-
-    def _deadline(self, round_: int) -> tuple[Rounds, tuple[Action, ...]]:
-        if self.phase is not Phase.COLLECTING or round_ != self.version:
-            return self, ()
-        return replace(self, deadline_passed=True)._merge_if_ready()
-
-    def _merge_if_ready(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Merge if enough replies have arrived, or if no more will arrive."""
-        if self.phase is not Phase.COLLECTING:
-            return self, ()
-        none_pending = not (self.cohort if self.plan.mode == "sync" else self.pending)
-        # A round in which all selected silos failed still counts: it merges nothing and the run continues.
-        selected = bool(self.arrived or self.cohort or self.failed)
-        if self._has_enough_replies or (selected and none_pending):
-            replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
-            return replace(self, phase=Phase.MERGING), (Merge(self.version, replies),)
-        return self, ()
-
     @property
     def _has_enough_replies(self) -> bool:
         """Whether enough replies have arrived for a merge; after the deadline fewer suffice."""
@@ -416,11 +332,6 @@ class Rounds:
             return have >= (1 if self.deadline_passed else wanted)
         expected = min(len(self.cohort), wanted)
         return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.deadline_passed else expected)
-
-    def _merged(self, version: int, *, last: bool) -> tuple[Rounds, tuple[Action, ...]]:
-        if version != self.version + 1:
-            raise IllegalEventError(f"Merged({version}) while version is {self.version}")
-        return replace(self, version=version)._begin_round(last=last)
 
     @property
     def stalled(self) -> bool:
@@ -434,14 +345,16 @@ class Rounds:
         return {s: pending[s].sequence - 1 if s in pending else last for s, last in self.sequences.items()}
 
     # ------------------------------------------------------------------------------------------- checkpoints
-    def after_merge(self) -> Rounds:
+    def after_merge(self, *, last: bool = False) -> Rounds:
         """The state machine as stored in the current merge's checkpoint: merged, with the next round not started."""
-        return replace(self._cleared(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
+        cleared = replace(self._cleared(), phase=Phase.GATHERING, online=frozenset())
+        return replace(cleared, version=self.version + 1, last=last)
 
     def to_record(self) -> RoundsRecord:
         """The record that a checkpoint stores."""
         return RoundsRecord(
             version=self.version,
+            last=self.last,
             gone=sorted(self.gone),
             pending={silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
             sequences=dict(sorted(self.sequences.items())),
@@ -455,6 +368,7 @@ class Rounds:
         return cls(
             plan,
             version=record.version,
+            last=record.last,
             gone=gone,
             awaited=frozenset() if plan.minimum is None else frozenset(plan.silos) - gone,
             pending={silo: PendingTask(*task) for silo, task in record.pending.items()},
@@ -476,10 +390,96 @@ def _silos_of(event: Event) -> tuple[str, ...]:
             assert_never(event)
 
 
-def diagram() -> str:
-    """The table as a Mermaid state diagram, for the documentation."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.GATHERING}"]
-    for phase, row in TABLE.items():
-        for event, targets in row.items():
-            lines += [f"    {phase} --> {target}: {event.__name__}" for target in targets if target is not phase]
-    return "\n".join([*lines, f"    {Phase.DONE} --> [*]", f"    {Phase.STOPPED} --> [*]"]) + "\n"
+@dataclass(frozen=True)
+class Exit:
+    """A way into another phase.
+
+    Args:
+        when: the condition, which is looked at after an event.
+        to: the phase.
+        enter: what entering it changes, with its actions.
+    """
+
+    when: Callable[[Rounds], bool]
+    to: Phase
+    enter: Callable[[Rounds], Step] = lambda rounds: (rounds, ())
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What becomes of an event in a phase.
+
+    Args:
+        change: what the event changes, with its actions.
+        exits: ways into another phase; the first whose condition holds is taken.
+    """
+
+    change: Callable[[Rounds, Any], Step]
+    exits: tuple[Exit, ...] = ()
+
+
+def _selecting(change: Callable[[Rounds, Any], Step]) -> Callable[[Rounds, Any], Step]:
+    """A change after which silos are selected."""
+
+    def both(rounds: Rounds, event: Event) -> Step:
+        changed, actions = change(rounds, event)
+        after, more = changed.select()
+        return after, actions + more
+
+    return both
+
+
+_STOP = Transition(Rounds.same, (Exit(lambda _: True, Phase.STOPPED),))
+#: Ways out of the wait for silos; done: resumed after the last merge.
+_STARTS = (
+    Exit(lambda rounds: rounds.gathered and not rounds.over, Phase.COLLECTING, Rounds.begin),
+    Exit(lambda rounds: rounds.gathered and rounds.over, Phase.DONE, Rounds.end),
+)
+_MERGES = (Exit(lambda rounds: rounds.ready, Phase.MERGING, Rounds.merge),)
+_CONTINUES = (
+    Exit(lambda rounds: not rounds.over, Phase.COLLECTING, Rounds.next_round),
+    Exit(lambda rounds: rounds.over, Phase.DONE, Rounds.finish),
+)
+_AFTER_THE_END: Mapping[type[Event], Transition] = {
+    Joined: Transition(Rounds.join_late),
+    Lost: Transition(Rounds.lose),
+    Switched: Transition(Rounds.switch),
+    Expelled: Transition(Rounds.expel),
+    Arrived: Transition(Rounds.arrive_late),
+    Failed: Transition(Rounds.fail_late),
+    Deadline: Transition(Rounds.same),
+    Stop: Transition(Rounds.same),
+}
+
+#: The whole truth about phases: the events that are legal in each, what they change, and where they lead.
+TABLE: Mapping[Phase, Mapping[type[Event], Transition]] = {
+    Phase.GATHERING: {
+        Joined: Transition(Rounds.join, _STARTS),
+        StillConnected: Transition(Rounds.stay_connected, _STARTS),
+        Lost: Transition(Rounds.lose),
+        Switched: Transition(Rounds.switch),
+        Expelled: Transition(Rounds.expel, _STARTS),
+        WaitEnded: Transition(Rounds.end_wait, _STARTS),
+        Stop: _STOP,
+    },
+    Phase.COLLECTING: {
+        Joined: Transition(_selecting(Rounds.join)),
+        Lost: Transition(Rounds.lose),
+        Switched: Transition(_selecting(Rounds.switch)),
+        Expelled: Transition(Rounds.expel),
+        Arrived: Transition(_selecting(Rounds.arrive), _MERGES),
+        Failed: Transition(_selecting(Rounds.fail), _MERGES),
+        Deadline: Transition(Rounds.pass_deadline, _MERGES),
+        Stop: _STOP,
+    },
+    Phase.MERGING: {
+        Joined: Transition(Rounds.join),
+        Lost: Transition(Rounds.lose),
+        Switched: Transition(Rounds.switch),
+        Expelled: Transition(Rounds.expel),
+        Merged: Transition(Rounds.count_merge, _CONTINUES),
+        Stop: _STOP,
+    },
+    Phase.DONE: {**_AFTER_THE_END, EvaluationAborted: _STOP},
+    Phase.STOPPED: _AFTER_THE_END,
+}

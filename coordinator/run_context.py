@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import ModuleType
 
+import numpy as np
 import torch
 
 import protocols
-from coordinator.events import Action, Send
-from coordinator.participation import Trace, cohort_size, sampling_of, trace_of
-from coordinator.rounds import RoundsPlan
+from coordinator.participation import RoundsPlan, Trace, cohort_size, sampling_of, trace_of
+from coordinator.round_events import Action, Send
 from fedmq import seeds
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Cost
@@ -23,7 +25,9 @@ from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Tra
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
+from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
 from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import TaskInfo
@@ -130,6 +134,7 @@ class RunContext:
         trace_file: digest of the file of ``trace``; empty if there is none.
         pairs: items of the evaluated split with both modalities, of each silo.
         evaluated: items of the evaluated split; None if only the evaluator knows them.
+        own_attributes: warns if the method changes them.
     """
 
     scenario: Scenario
@@ -143,6 +148,10 @@ class RunContext:
     trace_file: str = ""
     pairs: tuple[int, ...] = ()
     evaluated: EvaluatedItems | None = None
+    own_attributes: OwnAttributes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own_attributes", OwnAttributes(self.protocol))
 
     @cached_property
     def script(self) -> FaultSchedule:
@@ -204,7 +213,7 @@ class RunContext:
             committed: number of the silo's last durably committed task; it may delete older personal states.
         """
         rate = self.scenario.training.rate_at(round_, self.scenario.schedule_rounds)
-        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=committed, learning_rate=rate)
+        return TaskInfo(round=round_, rounds=self.scenario.rounds, committed=committed, learning_rate=rate)
 
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:
         """Virtual time at which a task's outcome is known, considering the silo's availability [s]."""
@@ -388,3 +397,90 @@ def check_robust(run_context: RunContext) -> None:
             what = "silo that trains" if len(silos) == 1 else "silos that train"
             found = f"{len(silos)} {what} {modality}: {', '.join(silos)}"
             raise InputError(f"aggregation.robust.rule: {robust.rule}", found, allowed)
+
+
+#: A value that is compared by identity, and what differs if its content has changed.
+_Leaf = tuple[object, object]
+
+
+class OwnAttributes:
+    """The attributes of a method as it was made, at the coordinator.
+
+    Functions and frozen dataclasses are not looked into, and properties may be cached by ``cached_property``.
+
+    Args:
+        method: the method.
+    """
+
+    def __init__(self, method: FederatedProtocol) -> None:
+        self._method, self._made = method, _attributes(method)
+        self._told: set[str] = set()
+
+    def warn_of_changes(self, logger: Logger) -> None:
+        """Warn once of each attribute that has changed, in the log for operators, or without one on stderr."""
+        now = _attributes(self._method)
+        changed = {name for name in now if name not in self._made or not _same(now[name], self._made[name])}
+        if new := sorted(changed - self._told):
+            self._told |= changed
+            line = (
+                f"{type(self._method).__name__} changed {', '.join(f'self.{name}' for name in new)}, which no "
+                "checkpoint contains: a run that is resumed gives another model; keep it in State.tensors or "
+                "State.values (docs/howto/own_methods.md)"
+            )
+            logger.warning("method keeps values on itself", found=line)
+            if logger is QUIET:
+                print_line(f"warning: {line}", error=True)
+
+
+def _attributes(method: object) -> dict[str, list[_Leaf]]:
+    return {name: list(_leaves(value, {id(method)})) for name, value in _members(method).items()}
+
+
+def _members(value: object) -> Mapping[str, object]:
+    kind, members = type(value), vars(value)
+    return {name: each for name, each in members.items() if not isinstance(getattr(kind, name, None), cached_property)}
+
+
+def _same(one: list[_Leaf], other: list[_Leaf]) -> bool:
+    return len(one) == len(other) and all(
+        first is second and mark == old for (first, mark), (second, old) in zip(one, other, strict=True)
+    )
+
+
+def _leaves(value: object, seen: set[int]) -> Iterator[_Leaf]:
+    """What a value consists of."""
+    kind = type(value)
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            yield kind, repr(value)  # NaN is equal to itself
+        case torch.Tensor():
+            yield value, value._version
+        case np.ndarray():
+            yield value, value.tobytes()
+        case torch.Generator():
+            yield value, value.get_state().numpy().tobytes()
+        case np.random.Generator():
+            yield value, repr(value.bit_generator.state)
+        case _:
+            parts = None if id(value) in seen else _parts(value)
+            if parts is None:
+                yield value, None
+                return
+            yield kind, None
+            for name, each in parts:
+                yield kind, repr(name)
+                yield from _leaves(each, seen | {id(value)})
+
+
+def _parts(value: object) -> Iterable[tuple[object, object]] | None:
+    """What a value holds, by name; None if it is not looked into."""
+    match value:
+        case Mapping():
+            return value.items()
+        case Sequence() | Set():
+            return enumerate(value)
+    kind = type(value)
+    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if frozen or isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
+        return None
+    return _members(value).items()

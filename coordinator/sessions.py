@@ -1,29 +1,35 @@
-"""Peers connected through a transport: their sessions and liveness."""
+"""Peers connected through a transport: their sessions, what is refused of them, and their liveness.
+
+Why a silo was refused: :meth:`Roster.take` refuses frames by the session and the key, :mod:`coordinator.handshakes` a
+hello, :mod:`coordinator.data_admission` its data, :mod:`coordinator.updates` its reply. Each refusal is counted by
+reason in :attr:`Roster.refused` (``summary.json``: ``messages``) and logged with its sender and detail by
+:meth:`Roster.refuse`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
-from coordinator.handshakes import Handshakes, Inquiries, ScenarioReports
-from coordinator.logins import DuplicateLogins, Peer, ReplacedSessions
-from coordinator.peers import HeaderMaker, Ready, Unusable
+from typing_extensions import override
+
+from coordinator.data_admission import Admission, Admitted, Agree, OwnDataAdmission, Waiting
+from coordinator.handshakes import DuplicateLogins, Handshakes, Peer, ReplacedSessions
+from coordinator.peers import Peers, Ready, Unusable
+from coordinator.status import Inquiries, ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire import key_agreement
-from fedmq.wire.channel import DISPLACED, EXPELLED
+from fedmq.wire.channel import DISPLACED, EXPELLED, STOPPED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
-from fedmq.wire.limits import PeerRateLimits
+from fedmq.wire.limits import UNKNOWN, PeerRateLimits, RefusalLog, StaleSessions
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Error
-from fedmq.wire.refusals import UNKNOWN, RefusalLog, StaleSessions
 from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Listener
 
@@ -41,7 +47,11 @@ _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 _REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_SILO)
 
 
-class Roster:
+def _bytes_of(frames: Sequence[memoryview]) -> int:
+    return sum(frame.nbytes for frame in frames)
+
+
+class Roster(Peers):
     """All peers of a run with separate processes.
 
     Args:
@@ -80,7 +90,7 @@ class Roster:
         options: Wire = _DEFAULTS,
         restarted: bool = False,
     ) -> None:
-        self._options = options
+        super().__init__(run, log, clock)
         self._stale = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None
@@ -89,35 +99,18 @@ class Roster:
         self._duplicates = DuplicateLogins(clock, patience)
         self._joining: dict[str, Peer] = {}
         self._began = clock.stopwatch()
-        self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
-        self._log, self._clock = log, clock
-        self.header = HeaderMaker(run, identity.name, clock)
+        self._listener, self._identity, self._accepted, self.uri = listener, identity, accepted, listener.uri
         self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
         # By peer, not by connection or session, as a peer could open new ones.
         self._rekeys, self._messages = PeerRateLimits(key_agreement.MOST_REKEYS_ANSWERED), PeerRateLimits(MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
-        self.sent = 0
-        self.received = 0
-        self.refused: Counter[str] = Counter()
-        self.refusal, self.refused_at = "", 0.0
-        self.failures: dict[str, str] = {}
-        self.undelivered: dict[str, int] = {}
         self._refusals = RefusalLog(log, clock)
         self._keys_at = -math.inf
         self._expelled: list[bytes] = []
+        self._dismissed = False
         without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
         self.unaccepted = {name: log.note(LogEvent.EXPELLED, peer=name) for name in without_key}
-
-    @property
-    def uri(self) -> str:
-        """Where peers connect."""
-        return self._listener.uri
-
-    @property
-    def run(self) -> str:
-        """The run's id."""
-        return self._run
 
     @property
     def elapsed(self) -> float:
@@ -129,84 +122,95 @@ class Roster:
         """Real time since the last refusal [s]."""
         return self._clock.stopwatch() - self.refused_at
 
-    @property
-    def wired(self) -> bool:
-        """Always true: messages are sealed frames on a transport."""
-        return True
-
+    @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """Address and frames of the next message, or None after ``timeout_s`` [s]."""
         self.watch_keys()
-        return self._listener.receive(timeout_s)
+        try:
+            return self._listener.receive(timeout_s)
+        except RemoteWireError as error:  # a wrong number of frames; the next message can be received
+            self.refuse(UNKNOWN, error, 0)
+            return b"", []
 
+    @override
     def online(self, name: str) -> bool:
         """Whether a peer has a session."""
         return name in self._by_name
 
-    def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | Unusable | None:
-        """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
-
-        Refusals are counted and logged here; they do not raise.
-        """
-        size = sum(frame.nbytes for frame in frames)
+    @override
+    def take(
+        self, address: bytes, frames: Sequence[memoryview], header: Header | ShortHeader | None = None
+    ) -> Message | Ready | Unusable | None:
+        """Decode received frames, see :class:`coordinator.peers.Peers`; every refusal of a peer's frames is here."""
+        if not frames:
+            return None
         peer = self._by_address.get(address)
-        proven, header = peer.session.authentic if peer else 0, None
+        proven = peer.session.authentic if peer else 0
         try:
             # The header is not authenticated yet; it only selects the handler, which checks it again.
-            header = decode_clear(frames[0], any_version=True)
-            kind = None if isinstance(header, ShortHeader) else header.kind
-            if isinstance(header, Header) and kind is Kind.HELLO:
-                self._handshakes.hello(address, header, frames)
-                return None
-            if isinstance(header, Header) and kind in (Kind.READY, Kind.INQUIRE):
-                return self._ready(address, header, frames, size)
-            if peer is None:
-                if (report := self._reports.take(address, frames)) is not None:
-                    self._note_other_scenario(*report)
-                    return None
-                displaced, first = self._replaced.still_used(address, frames)
-                if first is not None:
-                    error = Error(DISPLACED, "another process has joined with this key")
-                    self._send(first, Message(self.header(first.name, Kind.ERROR), (error,)))
-                if displaced:
-                    return None
-                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind or 'message'} before a handshake")
-            return self._message(peer, header, frames, size)
+            header = header or decode_clear(frames[0], any_version=True)
+            return self._read(address, peer, header, frames)
         except RemoteWireError as error:
-            if peer is None or peer.session.authentic == proven:
-                # No key vouches for the frames, even if they arrived on the connection of a session.
-                if self._stale.drop(header, error):
-                    return None
+            size = _bytes_of(frames)
+            if peer is not None and peer.session.authentic > proven:
+                return self._refuse_authentic(peer, header, error, size)
+            # No key vouches for the frames, even if they arrived on the connection of a session.
+            if not self._stale.drop(header, error):
                 self._count(UNKNOWN, error)
                 self._refusals.add(address, error, size)
-                return None
-            self.refuse(peer.name, error, size)
-            # The seal is valid, so the message is authentic and the peer is alive.
-            peer.heard = self._clock.stopwatch()
-            joining = self._by_name.get(peer.name) is not peer
-            if error.reason in (Reason.DATA, Reason.TOO_OFTEN) or (error.reason == Reason.GAP and joining):
-                self._turn_away(peer, error)
-                return None
-            if error.reason == Reason.GAP:
-                # Messages were lost: the peer gets its pending requests again.
-                return Ready(peer.name, returned=True)
-            found = error.header if isinstance(error, UnreadableError) else header
-            if joining or not isinstance(found, Header):
-                return None
-            return Unusable(found, error.reason, str(error))
+            return None
 
+    def _read(
+        self, address: bytes, peer: Peer | None, header: Header | ShortHeader, frames: Sequence[memoryview]
+    ) -> Message | Ready | None:
+        """Handle frames by the kind of their message.
+
+        Raises:
+            RemoteWireError: they are refused.
+        """
+        kind = header.kind if isinstance(header, Header) else None
+        if isinstance(header, Header) and kind is Kind.HELLO:
+            self._handshakes.hello(address, header, frames)
+            return None
+        if isinstance(header, Header) and kind in (Kind.READY, Kind.INQUIRE):
+            return self._ready(address, header, frames)
+        if peer is not None:
+            return self._message(peer, header, frames)
+        if (report := self._reports.take(address, frames)) is not None:
+            self._note_other_scenario(*report)
+            return None
+        displaced, first = self._replaced.still_used(address, frames)
+        if first is not None:
+            error = Error(DISPLACED, "another process has joined with this key")
+            self._send(first, Message(self.header(first.name, Kind.ERROR), (error,)))
+        if displaced:
+            return None
+        raise RemoteWireError(Reason.UNKNOWN_SESSION, f"{kind or 'message'} before a handshake")
+
+    def _refuse_authentic(
+        self, peer: Peer, header: Header | ShortHeader | None, error: RemoteWireError, size: int
+    ) -> Ready | Unusable | None:
+        """Refuse a message that a peer's key vouches for: end its session, have it start over, or fail its task."""
+        self.refuse(peer.name, error, size)
+        peer.heard = self._clock.stopwatch()  # the message is authentic, so the peer is alive
+        joining = self._by_name.get(peer.name) is not peer
+        if error.reason in (Reason.DATA, Reason.TOO_OFTEN) or (error.reason == Reason.GAP and joining):
+            self._turn_away(peer, error)
+            return None
+        if error.reason == Reason.GAP:
+            # Messages were lost: the peer gets its pending requests again.
+            return Ready(peer.name, returned=True)
+        header = error.header if isinstance(error, UnreadableError) else header
+        return None if joining or not isinstance(header, Header) else Unusable(header, error.reason, str(error))
+
+    @override
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
         """Count and log a refusal; for senders that prove no key, only a limited number per minute is logged."""
+        if name != UNKNOWN:
+            return super().refuse(name, error, size)
         self._count(name, error)
-        if name == UNKNOWN:
-            self._refusals.add(b"", error, size)
-            return None
-        return self._log.refused(name, error.reason, error.detail, size)
-
-    def _count(self, name: str, error: RemoteWireError) -> None:
-        self.refused[error.reason] += 1
-        who = "" if name == UNKNOWN else f"{name}: "
-        self.refusal, self.refused_at = f"{who}{error.detail}", self._clock.stopwatch()
+        self._refusals.add(b"", error, size)
+        return None
 
     def watch_keys(self) -> None:
         """Expel the peers whose keys have been removed or replaced, in every phase; called with each message.
@@ -247,19 +251,20 @@ class Roster:
         if self._admission is not None:
             self._admission.withdraw(name)
 
+    @override
     def note_unlogged(self) -> None:
         """Log the number of refusals that were counted but not logged since the last call."""
         self._refusals.flush()
         self._stale.note(all_=True)
 
-    def _ready(self, address: bytes, header: Header, frames: Sequence[memoryview], size: int) -> Ready | None:
+    def _ready(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> Ready | None:
         responded, session = self._handshakes.complete(address, header, frames)
         self._stale.know(session.session)
         if responded.inquiry:
             self._inform(address, responded.peer, session)
             return None
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
-        self._log.handshake("received", Kind.READY, peer.name, size)
+        self._log.handshake("received", Kind.READY, peer.name, _bytes_of(frames))
         if self._admission is None:
             return self._admit(peer)
         # An older session of that name continues until the peer has stated its data.
@@ -342,13 +347,22 @@ class Roster:
         """Refuse a silo whose data would not fit the run, though they fit the agreement."""
         self._refuse_waiting(name, RemoteWireError(Reason.DATA, detail))
 
+    @override
     def dismiss(self, names: Sequence[str]) -> list[str]:
-        """Tell peers, and those that have not joined, that the run is over; returns those that are not connected."""
-        told = {name for name in names if self.send(name, self.header(name, Kind.STOP))}
+        """Tell also peers that have not joined that the run is over; returns those that are not connected."""
+        self._dismissed = True
+        told = set(names).difference(super().dismiss(names))
         for peer in [peer for name, peer in self._joining.items() if name in names]:
             if self._send(peer, Message(self.header(peer.name, Kind.STOP))):
                 told.add(peer.name)
         return [name for name in names if name not in told]
+
+    @override
+    def pause(self) -> None:
+        """Tell peers that this process ends before the run does, unless they were dismissed."""
+        for peer in [] if self._dismissed else [*self._by_name.values(), *self._joining.values()]:
+            error = Error(STOPPED, "the coordinator was stopped")
+            self._send(peer, Message(self.header(peer.name, Kind.ERROR), (error,)))
 
     def offer(self) -> None:
         """Send what the silos agreed on to all peers that have stated their data but not joined."""
@@ -358,9 +372,9 @@ class Roster:
                 self._send(peer, Message(self.header(name, Kind.AGREEMENT), self._admission.agreement))
 
     def _message(
-        self, peer: Peer, header: Header | ShortHeader, frames: Sequence[memoryview], size: int
+        self, peer: Peer, header: Header | ShortHeader, frames: Sequence[memoryview]
     ) -> Message | Ready | None:
-        proven = peer.session.authentic
+        proven, size = peer.session.authentic, _bytes_of(frames)
         try:
             opened = peer.session.open(frames, max_body=self._max_body, header=header)
         except RemoteWireError:
@@ -408,6 +422,7 @@ class Roster:
         if not self._listener.send(peer.address, sealed.frames):
             self._not_delivered(peer)
 
+    @override
     def send(self, name: str, message: Message | Header) -> int:
         """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""
         self.watch_keys()
@@ -436,18 +451,22 @@ class Roster:
             self._stale.end(peer.session.session)
             self.undelivered[peer.name] = record
 
+    @override
     def silent(self, seconds: float, at: float) -> list[str]:
         """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s], as the patience allows."""
         return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds * self._patience]
 
+    @override
     def heard(self) -> Mapping[str, float]:
         """Stopwatch time of the last message of each connected peer [s]."""
         return {peer.name: peer.heard for peer in self._by_name.values()}
 
+    @override
     def joining(self) -> Mapping[str, float]:
         """Stopwatch time of the last message of each peer that has stated its data and waits for the others [s]."""
         return {name: peer.heard for name, peer in self._joining.items()}
 
+    @override
     def drop(self, name: str) -> bool:
         """End a peer's session; returns whether it had one."""
         peer = self._by_name.pop(name, None)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Mapping
 
 import psutil
 import torch
 
 from coordinator import release
-from coordinator.admission import Admission
 from coordinator.counters import Counters
+from coordinator.data_admission import Admission
 from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
 from coordinator.run_context import sent_kinds
 from fedmq.clock import Clock
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.gpu import kind_of
+from fedmq.encoders.gpu import gpu_of
 from fedmq.errors import RunError
-from fedmq.evaluation.custom_metrics import described, measures_of
+from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import fairness_of, means
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
@@ -178,7 +179,7 @@ def _versions_of(loop: Loop) -> dict[str, str]:
     return {
         **versions(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        **kind_of(device_here(loop.run_context.scenario.device)),
+        **gpu_of(device_here(loop.run_context.scenario.device)),
     }
 
 
@@ -199,8 +200,11 @@ def _optional_keys(
     if loop.evaluation.missing:
         optional["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
     measures = measures_of(loop.run_context.scenario.evaluation)
-    if custom_metrics := described(measures, last.metrics or ({} if own is None else own.metrics)):
+    measured = list(_measured(loop, last, own))
+    if custom_metrics := described(measures, dict.fromkeys(name for _, values, _ in measured for name in values)):
         optional["custom_metrics"] = custom_metrics
+    if lacking := unmeasured(measures, loop.run_context.scenario.evaluation, measured):
+        optional["unmeasured"] = lacking
     if traits.our_reading:
         optional["our_reading"] = True
     if traits.personal_only:
@@ -208,6 +212,18 @@ def _optional_keys(
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional | _optional_facts(loop, data, own)
+
+
+def _measured(
+    loop: Loop, last: EvaluationLine, own: OwnHeldOut | None
+) -> Iterator[tuple[str, Mapping[str, float], bool]]:
+    """The last values: on whose items, the values, and whether the items are a whole split."""
+    if last.metrics:
+        yield EVALUATOR, last.metrics, True
+        yield from ((name, values, False) for name, values in last.per_silo.items())
+    yield from ((name, silo.figures, True) for name, silo in (own.per_silo.items() if own is not None else ()))
+    for name, personal in loop.evaluation.personal.items():
+        yield name, personal.per_silo[name], False
 
 
 def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[str, object]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from coordinator.counters import Counters
-from coordinator.events import Arrived, Deadline, Discard, DiscardReason, Event, Failed, Send, Switched
 from coordinator.faults import FaultInjector
 from coordinator.participation import Trace
+from coordinator.round_events import Arrived, Deadline, Discard, DiscardReason, Event, Failed, Send, Switched
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock

@@ -1,26 +1,30 @@
-"""Validation of replies before the rounds machine receives them, and why a task has no usable reply."""
+"""What becomes of a silo's reply: it is validated once, into an :class:`Update`, weighted, and merged.
+
+Pure computation; the loop does all waiting, sending and writing. A refused reply is counted in
+:mod:`coordinator.counters` and logged by :mod:`coordinator.sessions`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from coordinator.counters import Counters
 from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.data.labels import fine_columns
-from fedmq.errors import DivergedError, RemoteWireError, RunError
+from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
-from fedmq.federation.protocol import Context, SiloFacts, State, Update
-from fedmq.federation.updates import read_only
-from fedmq.runs.run_records import UnusableReplies
-from fedmq.runs.status import ERROR_CHARACTERS
+from fedmq.federation.protocol import Context, MergeResult, SiloFacts, State, Update
+from fedmq.federation.updates import damping, mixed, participation_weight, read_only
+from fedmq.runs.run_records import MergeLine
 from fedmq.text import printable
+from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import (
-    DIVERGED,
     ClassPrototypes,
     Delta,
     DiscriminatorDelta,
@@ -34,7 +38,8 @@ from fedmq.wire.payloads import (
     Payload,
     Refusal,
 )
-from protocols.parts.missing_branch import layers_of, trainable
+from protocols.parts.missing_branch import completed, layers_of, trainable
+from protocols.parts.robust import robust_replies
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
 LARGEST = 1e15
@@ -150,14 +155,12 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
 
 
 def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
-    """Check any change of parameters: number of samples, data type and largest value."""
+    """Check any change of parameters: number of samples and largest value."""
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
     if samples is not None and payload.n_samples > samples:
         # Merges weight by this number: with a false one a silo could dominate the model.
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
-    if payload.buffer.dtype != "float32":
-        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, expected float32")
     low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
     if max(-float(low), float(high)) > LARGEST:
         raise ImplausibleError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
@@ -219,88 +222,101 @@ def text_of(message: Message) -> str:
     return printable(payload.text) if isinstance(payload, Error) else ""
 
 
-def says_diverged(message: Message) -> bool:
-    """Whether a silo reports that its training diverged."""
-    payload = message.payloads[0]
-    return isinstance(payload, Error) and payload.code == DIVERGED
-
-
 def reason_of(message: Message) -> FailureReason:
     """Why the task fails that a peer answers with this error or refusal."""
     return FailureReason.POLICY if isinstance(message.payloads[0], Refusal) else FailureReason.ERROR
 
 
-class TaskErrors:
-    """Task errors since the last merge that had a reply, at most one per silo to bound memory.
+def weighted(
+    run_context: RunContext, update: Update, states: Mapping[int, State], version: int, merged: Mapping[str, int]
+) -> Update:
+    """A validated update with its weights in a merge, and with the branches that its silo lacks filled in.
 
     Args:
-        errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
-            still ends with an error.
-        unusable: replies that could not be merged in the whole run, by silo; updated in place.
+        run_context: fixed facts of the run.
+        update: the update.
+        states: method states by version, including the update's base version.
+        version: the version that the update is merged into.
+        merged: number of merged replies by silo, so far.
     """
-
-    def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
-        self._pending: dict[str, tuple[str, str, bool]] = {}
-        self._errors, self._unusable = errors, unusable
-
-    def reported(self, silo: str, text: str, *, diverged: bool = False) -> None:
-        """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
-        self._pending[silo] = "errors", text, diverged
-
-    def refused(self, silo: str, why: RemoteWireError | str, *, scripted: bool) -> None:
-        """The reply to a silo's pending task was refused; recorded like an error unless the scenario scripts it."""
-        text, diverged = f"its reply was refused: {printable(str(why))}", isinstance(why, ImplausibleError)
-        self._pending[silo] = ("scripted", text, False) if scripted else ("refused", text, diverged)
-
-    def task_failed(self, silo: str) -> None:
-        """The failure of a silo's task is due: record its error or refusal, if that is why it failed."""
-        if silo not in self._pending:
-            return
-        kind, text, diverged = self._pending.pop(silo)
-        if kind != "scripted":
-            self._errors[silo] = text
-        before = self._unusable.get(silo) or UnusableReplies(refused=0, scripted=0, errors=0, diverged=0, last="")
-        changes = {
-            kind: getattr(before, kind) + 1,
-            "diverged": before.diverged + diverged,
-            "last": text[:ERROR_CHARACTERS],
-        }
-        self._unusable[silo] = before.model_copy(update=changes)
-
-    def silo_failed(self, silo: str, text: str) -> None:
-        """A silo reported that it cannot continue."""
-        self._errors[silo] = text
-
-    def clear(self) -> None:
-        """Forget all errors: a merge had a reply."""
-        self._errors.clear()
-
-    @property
-    def first(self) -> str | None:
-        """The first error, if there is one."""
-        return next((f"{name}: {text}" for name, text in self._errors.items()), None)
-
-    def of_all(self, silos: Iterable[str]) -> str | None:
-        """The first error, if every one of these silos had one."""
-        return self.first if set(silos) <= set(self._errors) else None
-
-    def failure(self, why: str) -> RunError:
-        """The error that ends the run: a DivergedError if training diverged in all tasks of the silos with errors."""
-        found = [self._unusable.get(silo, UnusableReplies(errors=1)) for silo in self._errors]
-        diverged = found and all(each.diverged == each.refused + each.errors for each in found)
-        return DivergedError(why) if diverged else RunError(why)
+    age, context = version - update.base_version, run_context.context
+    layers = run_context.traits.shared_layers
+    return replace(
+        update,
+        staleness=age,
+        damping=damping(run_context.scenario.aggregation.staleness, age),
+        payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
+        participation_weight=_participation_weight(run_context, update.silo.name, merged),
+        base=states[update.base_version],
+    )
 
 
-def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> RunError:
-    """The error of a run without a merged reply.
+def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
+    """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
+    aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
+    if aggregation.mode == "sync" or aggregation.balance is None:
+        return 1.0
+    return participation_weight(
+        merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance
+    )
+
+
+def merged_state(
+    run_context: RunContext, state: State, replies: Sequence[Update], round_: int
+) -> tuple[MergeResult, tuple[str, ...]]:
+    """Aggregate replies into the method's next state.
 
     Args:
-        errors: errors of the run.
-        counters: counters of the run.
-        rounds: number of its rounds.
+        run_context: fixed facts of the run.
+        state: the method's current state.
+        replies: replies, at least one.
+        round_: number of the round.
+
+    Returns:
+        The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule
+        left modules as they are because too few silos trained them, ``robust_left`` in the log is their number.
+
+    Raises:
+        RunError: the merged model is not finite.
     """
-    if (error := errors.first) is not None:
-        return errors.failure(f"no silo could train in any round; the first error was {error}")
-    lost = {**counters.failures, **counters.discarded}
-    why = ", ".join(f"{reason} {count}" for reason, count in sorted(lost.items())) or "no task was sent"
-    return RunError(f"no silo trained: no reply was merged in any of the {rounds} rounds ({why})")
+    unprotected: list[str] = []
+    aggregation, kept = run_context.scenario.aggregation, replies
+    if aggregation.robust.rule != "none":
+        kept = robust_replies(replies, aggregation.robust, run_context.context.layout, unprotected.append)
+    left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
+    merged = run_context.protocol.merge(state, kept, round_)
+    # In async mode a merge has one reply, so its damping factor cannot act as a relative weight; it scales the step.
+    rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
+    rate = min(rate, 1.0)
+    after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
+    if rate < 1.0:
+        after = run_context.protocol.mix_state(state, after, rate)
+    if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
+        raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
+    log = {**merged.log, "robust_left": float(len(unprotected))} if unprotected else merged.log
+    return MergeResult(after, log), left_out
+
+
+def merge_line(version: int, now: float, replies: Sequence[Update], log: Mapping[str, float]) -> MergeLine:
+    """The line of ``metrics.jsonl`` that records a merge."""
+    losses = {reply.silo.name: reply.loss for reply in replies if reply.loss is not None}
+    trained = [loss for loss in losses.values() if loss]
+    line = MergeLine(
+        kind="merge",
+        version=version,
+        now=now,
+        replies=[reply.silo.name for reply in replies],
+        staleness=[reply.staleness for reply in replies],
+        loss=sum(trained) / len(trained) if trained else 0.0 if losses else None,
+        losses=losses,
+    )
+    # JSON has no NaN, e.g. of a loss that overflowed.
+    return line.model_copy(update={name: value if math.isfinite(value) else None for name, value in log.items()})
+
+
+def states_in_use(
+    states: Mapping[int, State], needed: Set[int], pending: Mapping[str, PendingTask]
+) -> dict[int, State]:
+    """The states that are still needed: those of given versions, and those that pending tasks are based on."""
+    kept = {*needed, *(task.base_version for task in pending.values())}
+    return {version: state for version, state in states.items() if version in kept}

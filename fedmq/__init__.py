@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fedmq.packages import __version__
 
 if TYPE_CHECKING:
-    from fedmq.api.compare import Comparison, compare
-    from fedmq.api.launch import StopRun, resume, run
+    from fedmq.api.launch import Comparison, StopRun, compare, resume, run
     from fedmq.api.model import Embeddings, Found, Model, load
     from fedmq.api.results import Run, open_run
 
 _MODULES = {
-    "compare": ("compare", "Comparison"),
-    "launch": ("StopRun", "resume", "run"),
+    "launch": ("Comparison", "StopRun", "compare", "resume", "run"),
     "model": ("Embeddings", "Found", "Model", "load"),
     "results": ("Run", "open_run"),
 }

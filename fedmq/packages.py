@@ -1,14 +1,25 @@
-"""The version of fedmq, of what else the last bits of a model depend on, and imports of optional packages."""
+"""Versions, the folders of an installation, and imports of optional packages."""
 
 from __future__ import annotations
 
 import importlib
 import platform
+from pathlib import Path
 from typing import Any
 
 from fedmq.errors import InputError
 
 __version__ = "0.1.0"
+
+_HERE = Path(__file__).parent
+_INSIDE = (_HERE / "protocols").is_dir()
+SCENARIOS = (_HERE if _INSIDE else _HERE.parent) / "scenarios"
+"""Folder of the scenarios that come with fedmq."""
+
+
+def full_name(module: str) -> str:
+    """Full name of a module of coordinator, protocols or silos, which a wheel has inside fedmq (tools/wheel.py)."""
+    return f"fedmq.{module}" if _INSIDE else module
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 import unicodedata
 from collections.abc import Callable, Collection, Sequence
@@ -54,13 +56,24 @@ def printable_on_a_page(text: str) -> str:
 
 
 def print_line(text: str, *, error: bool = False) -> None:
-    """Print text of one or several lines, without characters that control a terminal.
+    """Print text of one or several lines, without characters that control a terminal, which breaks it between words.
 
     Args:
         text: text of any origin.
         error: print it to standard error.
     """
-    print(printable_lines(text), file=sys.stderr if error else sys.stdout, flush=True)
+    stream, lines = sys.stderr if error else sys.stdout, printable_lines(text)
+    if stream.isatty():
+        lines = "\n".join(wrapped(line, shutil.get_terminal_size().columns) for line in lines.split("\n"))
+    print(lines, file=stream, flush=True)
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line broken between words if it is longer than a terminal is wide; paths and other long words stay whole."""
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -97,6 +110,11 @@ def size_text(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
+
+
+def tensor_text(size: int) -> str:
+    """The size of a payload's tensors; one without tensors holds numbers or words only."""
+    return size_text(size) if size else "numbers only"
 
 
 def counted(count: int, noun: str) -> str:

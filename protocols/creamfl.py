@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import Fraction, NonNegative, Positive
 from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import Local, Task, Trained, Traits, take
 from fedmq.models.two_tower import Out
@@ -25,31 +26,10 @@ from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
-from protocols.parts.options import check
 from protocols.parts.variant import variant
 
 #: Names in the silo state: the bank, embeddings by the last local model, and the rows of the samples of both.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights of a silo's loss terms, and the temperature of its contrasts; see the options.
-
-    Args:
-        inter: weight of the contrast between modalities.
-        intra: weight of the contrast within a modality.
-        kd: weight of the distillation.
-        tau: temperature of the contrasts.
-        directions: normalise embeddings in the contrasts. Outputs of hash networks have arbitrary lengths; their inner
-            products would outweigh the base loss by orders of magnitude.
-    """
-
-    inter: float
-    intra: float
-    kd: float
-    tau: float
-    directions: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,18 +50,11 @@ class CreamFlOptions(fedavg.AnchoredOptions):
         "inter|intra|kd": ("bank_ema",),
     }
 
-    inter: float = 0.5
-    intra: float = 0.5
-    contrast_tau: float = 0.07
-    kd: float = 0.3
-    bank_ema: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("inter", "intra", "kd"):
-            check(name, getattr(self, name), 0.0)
-        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
-        check("bank_ema", self.bank_ema, 0.0, 1.0)
+    inter: NonNegative = 0.5
+    intra: NonNegative = 0.5
+    contrast_tau: Positive = 0.07
+    kd: NonNegative = 0.3
+    bank_ema: Fraction = 0.9
 
 
 def inter_modal(z: Tensor, other: Tensor, rows: Tensor, tau: float) -> Tensor:
@@ -116,19 +89,33 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
     return (z - shared).square().mean()
 
 
-def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> training.Extra | None:
+def contrasts(
+    shared: Mapping[str, Tensor],
+    last: Mapping[str, Tensor],
+    *,
+    inter: float,
+    intra: float,
+    kd: float,
+    tau: float,
+    directions: bool = False,
+) -> training.Extra | None:
     """Both contrasts and the distillation, summed over the silo's modalities; None if all weights are 0.
 
     Args:
         shared: global embeddings [n, d] of the training items, by modality.
         last: embeddings by the silo's last model; a modality without them has no intra-modal contrast.
-        weights: weights of the terms, and the temperature.
+        inter: weight of the contrast between modalities.
+        intra: weight of the contrast within a modality.
+        kd: weight of the distillation.
+        tau: temperature of the contrasts.
+        directions: normalise embeddings in the contrasts. Outputs of hash networks have arbitrary lengths; their inner
+            products would outweigh the base loss by orders of magnitude.
     """
-    if not (weights.inter or weights.intra or weights.kd):
+    if not (inter or intra or kd):
         return None
 
     def scaled(z: Tensor) -> Tensor:
-        return unit(z) if weights.directions else z
+        return unit(z) if directions else z
 
     def terms(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         losses = []
@@ -137,14 +124,14 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
                 continue
             z, rows = out.code, torch.from_numpy(step.rows)
             query = scaled(z)
-            if weights.inter and other in shared:
+            if inter and other in shared:
                 bank = scaled(shared[other].to(z.device))
-                losses.append(weights.inter * inter_modal(query, bank, rows.to(z.device), weights.tau))
-            if weights.intra and name in last:
+                losses.append(inter * inter_modal(query, bank, rows.to(z.device), tau))
+            if intra and name in last:
                 new, old = (scaled(codes[name][rows].to(z.device)) for codes in (shared, last))
-                losses.append(weights.intra * intra_modal(query, new, old, weights.tau))
-            if weights.kd:
-                losses.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
+                losses.append(intra * intra_modal(query, new, old, tau))
+            if kd:
+                losses.append(kd * distillation(z, shared[name][rows].to(z.device)))
         return torch.stack(losses).sum() if losses else None
 
     return terms
@@ -158,8 +145,9 @@ def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Ta
         bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
     before = {name: known[LAST + name] for name in bank if LAST + name in known}
     directions = method.context.objective.base != "info_nce"
-    weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, directions)
-    trained = method.trained(local, task, extra=_on_unsharpened(local, contrasts(bank, before, weights)))
+    weights = {"inter": options.inter, "intra": options.intra, "kd": options.kd, "tau": options.contrast_tau}
+    terms = contrasts(bank, before, **weights, directions=directions)
+    trained = method.trained(local, task, extra=_on_unsharpened(local, terms))
     last = {LAST + name: z for name, z in _embedded(method, local, task, "last").items()}
     kept = {BANK + name: z for name, z in bank.items()}
     return replace(trained, state={**trained.state, **kept, **last, ROWS: local.dataset.rows.clone()})

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -38,11 +39,10 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import fedavg
-from protocols.creamfl import LAST, Weights, contrasts, distillation
+from protocols.creamfl import LAST, contrasts, distillation
 from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.losses import nothing
-from protocols.parts.options import check, refuse_other_bases
+from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
@@ -51,11 +51,10 @@ _SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
-class CreamFlPublicOptions:
+class CreamFlPublicOptions(TauOptions):
     """Options of CreamFL with a public set; defaults are the paper's.
 
     Args:
-        tau: temperature of InfoNCE.
         inter: weight of the contrast with the other modality's global representations.
         intra: weight of the contrast of the global representation against the previous local one.
         contrast_tau: temperature of both contrasts.
@@ -67,18 +66,11 @@ class CreamFlPublicOptions:
         "inter|intra": ("contrast_tau",),
     }
 
-    tau: float = 0.07
-    inter: float = 0.5
-    intra: float = 0.5
-    contrast_tau: float = 0.5
-    kd: float = 0.3
-    server_rate: float = 2e-4
-
-    def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
-        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
-        for name in ("inter", "intra", "kd", "server_rate"):
-            check(name, getattr(self, name), 0.0)
+    inter: NonNegative = 0.5
+    intra: NonNegative = 0.5
+    contrast_tau: Positive = 0.5
+    kd: NonNegative = 0.3
+    server_rate: NonNegative = 2e-4
 
 
 def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) -> Tensor:
@@ -156,8 +148,8 @@ class CreamFlPublic(FederatedProtocol):
         public, size = self._public_of(local), self.context.training.batch_size
         image, text = as_tensor(take(task.payloads, Representations).values).float().chunk(2)
         last: dict[str, Tensor] = {name: local.state[LAST + name] for name in MODALITIES if LAST + name in local.state}
-        weights = Weights(self.options.inter, self.options.intra, 0.0, self.options.contrast_tau)
-        terms = contrasts({"image": image, "text": text}, last, weights)
+        inter, intra, tau = self.options.inter, self.options.intra, self.options.contrast_tau
+        terms = contrasts({"image": image, "text": text}, last, inter=inter, intra=intra, kd=0.0, tau=tau)
         if terms is not None:
             start = local.model.flat.detach().clone()
             public_work = training.EveryBatch(public, size, nothing)

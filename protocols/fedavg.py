@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fedmq.federation.protocol import (
@@ -31,28 +30,20 @@ from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import objectives
 from protocols.parts import aggregation, training
 from protocols.parts.anchoring import Anchoring, AnchoringOptions
-from protocols.parts.losses import info_nce
-from protocols.parts.options import check
+from protocols.parts.losses import TauOptions, info_nce
 
 
 @dataclass(frozen=True)
-class FedAvgOptions:
+class FedAvgOptions(TauOptions):
     """Options of FedAvg.
 
     Args:
-        tau: temperature of InfoNCE; applies to the base ``info_nce`` only.
         branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum.
         weighting: weight updates by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH do.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"objective.base=info_nce": ("tau",)}
-
-    tau: float = 0.07
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "samples"
-
-    def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
 
 
 @dataclass(frozen=True)
@@ -63,10 +54,6 @@ class AnchoredOptions(AnchoringOptions, FedAvgOptions):
         "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
         **AnchoringOptions.OF,
     }
-
-    def __post_init__(self) -> None:
-        FedAvgOptions.__post_init__(self)
-        AnchoringOptions.__post_init__(self)
 
 
 def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor:
@@ -120,7 +107,7 @@ class FedAvg(FederatedProtocol):
             local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, resumable=True
         )
         update = training.delta_payload(self.context, outcome, len(local.dataset))
-        return Trained((update, Loss(outcome.loss)), {} if work is None else work.kept(), outcome.loss)
+        return Trained((update, Loss(outcome.loss)), {} if work is None else work.kept(), outcome.loss, work is None)
 
     def work(self, local: Local, task: Task) -> training.Work | None:
         """The silo's training on the base loss; None if it has nothing to minimise."""
@@ -144,8 +131,7 @@ class FedAvg(FederatedProtocol):
     def weights(self, updates: Sequence[Update]) -> Tensor:
         """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
-        factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
-        return aggregation.damped(aggregation.sample_weights(samples), factors)
+        return aggregation.damped_of(aggregation.sample_weights(samples), updates)
 
 
 class AnchoredFedAvg(FedAvg):

@@ -16,7 +16,7 @@ what centroids reveal; docs/results has the ablations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fedmq.data.silo_dataset import CaptionRows
+from fedmq.config.sections import Count, Fraction, NonNegative, Positive
 from fedmq.federation.protocol import (
     Context,
     Encoders,
@@ -44,12 +44,12 @@ from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, centroids, personal_adapter, training, unpaired
-from protocols.parts.losses import info_nce
-from protocols.parts.options import check, refuse_other_bases
+from protocols.parts.losses import TauOptions, info_nce, refuse_other_bases
+from protocols.parts.personal_model import References
 
 
 @dataclass(frozen=True)
-class FedBridgeOptions:
+class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     """Options of FedBridge.
 
     Args:
@@ -69,50 +69,24 @@ class FedBridgeOptions:
         branch_renorm: average each branch over the silos that trained it; if false, use the plain sum.
         personal: FedBridge-p: paired silos also fine-tune a personal adapter on their pairs, as in RCSR-p; it never
             leaves the silo. A silo that lacks a modality has no pairs to fit it and uses the global model.
-        lambda_p: strength of the adapter; this and the next four only with ``personal``.
-        personal_onset: first round in which adapters are fine-tuned, T_p in RCSR-p.
-        personal_hidden: hidden width of an adapter.
-        personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "lambda_pseudo": ("tau_teacher",),
         "personal": ("lambda_p", "personal_*"),
     }
-    BEGINS: ClassVar[Mapping[str, str]] = {"personal_onset": "the fine-tuning of personal adapters"}
 
-    tau: float = 0.07
-    tau_teacher: float = 0.05
-    warmup: float = 0.4
-    centroids: int = 16
-    support: int = 4
-    lambda_pseudo: float = 1.0
-    lambda_pair: float = 1.0
-    lambda_keep: float = 1.0
-    single_weight: float = 0.5
+    tau_teacher: Positive = 0.05
+    warmup: Fraction = 0.4
+    centroids: Count = 16
+    support: Count = 4
+    lambda_pseudo: NonNegative = 1.0
+    lambda_pair: NonNegative = 1.0
+    lambda_keep: NonNegative = 1.0
+    single_weight: Positive = 0.5
     bank: Literal["none", "all", "paired"] = "none"
     branch_renorm: bool = True
     personal: bool = False
-    lambda_p: float = 0.2
-    personal_onset: int = 50
-    personal_hidden: int = 64
-    personal_epochs: int = 1
-    personal_rate: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("tau", "tau_teacher", "single_weight"):
-            check(name, getattr(self, name), 0.0, open_low=True)
-        for name in ("lambda_pseudo", "lambda_pair", "lambda_keep"):
-            check(name, getattr(self, name), 0.0)
-        check("warmup", self.warmup, 0.0, 1.0)
-        check("centroids", self.centroids, 1)
-        check("support", self.support, 1)
-        check("lambda_p", self.lambda_p, 0.0, personal_adapter.STRONGEST)
-        check("personal_onset", self.personal_onset, 0)
-        check("personal_hidden", self.personal_hidden, 1)
-        check("personal_epochs", self.personal_epochs, 1)
-        check("personal_rate", self.personal_rate, 0.0, open_low=True)
 
 
 def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, tau_teacher: float) -> Tensor:
@@ -139,14 +113,14 @@ class Assigning(training.Work):
         local: the silo.
         batch_size: items per step.
         centroids: [J, d] of the modality the silo lacks.
-        teacher: the downloaded model's embeddings, of images [n, d] or of all captions.
+        teacher: the downloaded model's embeddings.
     """
 
     options: FedBridgeOptions
     local: Local
     batch_size: int
     centroids: Tensor
-    teacher: Tensor | CaptionRows
+    teacher: References
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -162,9 +136,8 @@ class Assigning(training.Work):
     def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
         options, held = self.options, image if image is not None else text
         assert held is not None  # noqa: S101 - a silo has at least one modality
-        z, index = held.code, torch.from_numpy(rows)
-        known = self.teacher
-        teacher = known[index] if isinstance(known, Tensor) else known[index, torch.from_numpy(caption[rows])]
+        z = held.code
+        (teacher,) = self.teacher.of(rows, caption)
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
@@ -239,7 +212,7 @@ class FedBridge(FederatedProtocol):
             local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
         )
         state = {**self._adapter(local, task), **members}
-        return Trained((update, loss, report), state, loss.value)
+        return Trained((update, loss, report), state, loss.value, work is None)
 
     @classmethod
     def traits_of(cls, options: FedBridgeOptions) -> Traits:
@@ -258,12 +231,8 @@ class FedBridge(FederatedProtocol):
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun and the silo is paired; empty if it has none."""
         options = self.options
-        if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
-            return personal_adapter.kept(local)
-        tuning = personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
-        parts = [(local, self._pairs)]
-        tuned = personal_adapter.fine_tuned(local, self.context, task, tuning, options.lambda_p, parts)
-        return {personal_adapter.STATE: tuned}
+        parts = [(local, self._pairs)] if options.personal and local.silo.paired else []
+        return personal_adapter.tuned_or_kept(local, self.context, task, options, lambda: options.lambda_p, parts)
 
     def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
         assert image is not None and text is not None  # noqa: S101 - called for paired silos only
@@ -274,17 +243,7 @@ class FedBridge(FederatedProtocol):
         if task.round < self.onset or received is None:
             return None
         received = received.to(local.model.flat.device)
-        return Assigning(self.options, local, self.context.training.batch_size, received, self._embeddings(local))
-
-    def _embeddings(self, local: Local) -> Tensor | CaptionRows:
-        """The model's embeddings of all images of the silo [n, d], or of all its captions."""
-        share, model = local.dataset, local.model
-        with torch.no_grad():
-            if share.image is not None:
-                return torch.cat([model.image(x.to(model.flat.device)) for x in torch.split(share.image, 256)])
-            assert share.text is not None  # noqa: S101 - a silo has at least one modality
-            parts = torch.split(share.text.values, 256)
-            return replace(share.text, values=torch.cat([model.caption(x.to(model.flat.device)) for x in parts]))
+        return Assigning(self.options, local, self.context.training.batch_size, received, References.by(local))
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from fedmq.config.sections import Modality
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.data.labels import fine_columns
-from fedmq.data.silo_dataset import CaptionRows
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
     Context,
@@ -49,7 +49,7 @@ from protocols import fedavg
 from protocols.parts import aggregation, memory, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import cosine
-from protocols.parts.options import check
+from protocols.parts.personal_model import References
 
 #: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
@@ -103,24 +103,18 @@ class FedCafeOptions:
     loss_c: bool = True
     loss_d: bool = True
     weighted_agg: bool = True
-    alpha: float = 0.1
-    eta: float = 0.1
-    gamma: float = 1.0
+    alpha: NonNegative = 0.1
+    eta: NonNegative = 0.1
+    gamma: NonNegative = 1.0
     kl: Literal["normalised", "code", "printed"] = "normalised"
     le_detach: bool = False
     memory: memory.Kind = "kmeans_seeded"
     similarity: Literal["identity", "cluster"] = "identity"
     weight: Literal["linear", "softmax"] = "linear"
-    temperature: float = 1.0
-    cap: float = 3.0
+    temperature: Positive = 1.0
+    cap: Annotated[Positive, Field(ge=1.0)] = 3.0
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "samples"
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "eta", "gamma"):
-            check(name, getattr(self, name), 0.0)
-        check("temperature", self.temperature, 0.0, open_low=True)
-        check("cap", self.cap, 1.0)
 
 
 def enhancement_loss(enhanced: Tensor, plain: Tensor) -> Tensor:
@@ -185,40 +179,6 @@ def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
             tower.memory = None
 
 
-@dataclass(frozen=True)
-class References:
-    """The downloaded model's enhanced features of all items of the silo.
-
-    Args:
-        image: [n, r]; None without images.
-        text: features of all captions; None without texts.
-    """
-
-    image: Tensor | None
-    text: CaptionRows | None
-
-    def of(self, step: training.Step) -> list[Tensor]:
-        """Features [B, r] of a step's rows for each modality, with the step's captions."""
-        rows = torch.from_numpy(step.rows)
-        features = [] if self.image is None else [self.image[rows]]
-        if self.text is not None and step.caption is not None:
-            features.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
-        return features
-
-
-def references(local: Local) -> References:
-    """Enhanced features of all items by the current model, computed once per task, before training."""
-    dataset = local.dataset
-
-    def features(modality: Modality, items: Tensor) -> Tensor:
-        return torch.cat([out.code for out in training.in_blocks(local.model, modality, items)])
-
-    image = None if dataset.image is None else features("image", dataset.image)
-    if dataset.text is None:
-        return References(image, None)
-    return References(image, replace(dataset.text, values=features("text", dataset.text.values)))
-
-
 class FedCafe(FederatedProtocol):
     """FedCAFE, see the module docstring."""
 
@@ -274,12 +234,16 @@ class FedCafe(FederatedProtocol):
         training.load_model(local, take(task.payloads, Model).buffer)
         received = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
         with remembering(local.model, received):
-            known = references(local) if self.options.loss_c else References(None, None)
+            known = References.by(local) if self.options.loss_c else References(None, None)
             labels = self._labels(local, np.arange(len(local.dataset)))
 
             def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
                 own = labels[torch.from_numpy(step.rows).to(labels.device)]
-                parts = [self._auxiliary(out, own, known.of(step)) for out in (image, text) if out is not None]
+                parts = [
+                    self._auxiliary(out, own, known.of(step.rows, step.caption))
+                    for out in (image, text)
+                    if out is not None
+                ]
                 terms = [part for part in parts if part is not None]
                 return torch.stack(terms).sum() if terms else None
 
@@ -376,7 +340,7 @@ class FedCafe(FederatedProtocol):
     def _weights(self, differences: Tensor, replies: Sequence[Update]) -> Tensor:
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
-        weights = aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
+        weights = aggregation.damped_of(weights, replies)
         stale = torch.tensor([reply.staleness > 0 for reply in replies])
         limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
         return memory.capped(weights, limits)

@@ -14,26 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import Fraction, NonNegative
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
-    Encoders,
-    FederatedProtocol,
     Local,
     MergeResult,
     SiloFacts,
     State,
     Task,
     Trained,
-    Traits,
     Update,
     take,
 )
 from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
-from protocols import fedavg
-from protocols.parts import aggregation, personal_model, training
-from protocols.parts.options import check
-from protocols.parts.partial import PartialFedAvg
+from protocols.parts import aggregation, training
+from protocols.parts.personal_model import PartialFedAvg
 
 #: The common layer of each kind of network: DSCMR's, or the hash layers (FedHAP's comparison).
 _COMMON = ("shared.base.", "visual.last.", "text.last.")
@@ -57,15 +53,10 @@ class FedCmrOptions:
             ``reporters``.
     """
 
-    local_share: float = 0.2
-    residual_beta: float = 0.5
-    sharpness: float = 100.0
+    local_share: Fraction = 0.2
+    residual_beta: Fraction = 0.5
+    sharpness: NonNegative = 100.0
     sums: Literal["reporters", "table"] | None = None
-
-    def __post_init__(self) -> None:
-        check("local_share", self.local_share, 0.0, 1.0)
-        check("residual_beta", self.residual_beta, 0.0, 1.0)
-        check("sharpness", self.sharpness, 0.0)
 
 
 def weights_of(samples: Tensor, labels: Tensor, losses: Tensor, mean: float, sharpness: float) -> Tensor:
@@ -124,20 +115,27 @@ class SomeBatches(training.Work):
         return self.work.kept()
 
 
-class FedCmr(FederatedProtocol):
+class FedCmr(PartialFedAvg):
     """FedCMR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCmrOptions
 
     def __init__(self, options: FedCmrOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
+        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
+
+    @staticmethod
+    def layers_of(options: FedCmrOptions, context: Context) -> list[str]:
+        """The common layer of the network.
+
+        Raises:
+            InputError: the network has none.
+        """
         names = [entry.name for entry in context.layout.entries if entry.name.startswith(_COMMON)]
         if not names:
             allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer and labels"
             raise InputError("objective.base", context.objective.base, allowed)
-        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names)
-        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
+        return names
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The common layer's update, the loss and the number of categories."""
@@ -149,19 +147,15 @@ class FedCmr(FederatedProtocol):
         losses, versions = torch.full((count,), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
         return State(theta, {_LOSSES: losses, _VERSIONS: versions})
 
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The common layer."""
-        return self.partial.task(state, silo)
-
     def train(self, local: Local, task: Task) -> Trained:
         """The first batches after the download, then the rest, whose displacement of the common layer is kept."""
-        layout, model, shared = self.context.layout, local.model, self.partial.shared
-        downloaded = self.partial.parameters(local, task.payloads)
+        layout, model, shared = self.context.layout, local.model, self.shared
+        downloaded = self.parameters(local, task.payloads)
         common = aggregation.extract(downloaded, layout, shared)
         displacement = local.state.get(_DISPLACEMENT)
         start = common if displacement is None else residual(common, displacement, self.options.residual_beta)
         model.load(aggregation.inserted(downloaded, layout, shared, start))
-        work = self.partial.fedavg.work(local, task)
+        work = self.fedavg.work(local, task)
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
             batches = training.batches_of(work, len(local.dataset), self.context.training.batch_size)
@@ -179,21 +173,7 @@ class FedCmr(FederatedProtocol):
             Loss(losses[-1]),
             LabelCount(training.categories(local, self.context)),
         )
-        personal = aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
-        return Trained(up, {**kept, personal_model.OWN: personal, _DISPLACEMENT: end - start}, losses[-1])
-
-    @classmethod
-    def traits_of(cls, options: Any) -> Traits:
-        """Only personal models are trained completely; the coordinator trains the common layer alone."""
-        return Traits(personal_only=True, personalised=True)
-
-    def traits(self) -> Traits:
-        """With the names of the common layer, the only one shared."""
-        return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The downloaded common layer, without subtracting the residual, inside the silo's personal layers."""
-        return self.partial.encoders(local, payloads)
+        return Trained(up, {**kept, **self.kept(local), _DISPLACEMENT: end - start}, losses[-1])
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
@@ -209,9 +189,8 @@ class FedCmr(FederatedProtocol):
         pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
-        merged = self.partial.merge(state, replies, weights)
-        tensors = {**merged.state.tensors, _LOSSES: table, _VERSIONS: versions}
-        return MergeResult(State(merged.state.theta, tensors, state.values))
+        merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
+        return MergeResult(replace(merged, tensors={_LOSSES: table, _VERSIONS: versions}))
 
 
 PROTOCOL = FedCmr

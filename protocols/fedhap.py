@@ -19,7 +19,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from fedmq.config.scenario import Training
+from fedmq.config.sections import Count, NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -36,16 +39,132 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.federation.updates import mixed
-from fedmq.models.hash_networks import signs, straight_through
+from fedmq.models.hash_networks import initial_parameters, signs, straight_through
+from fedmq.models.objective_registry import TowerPlan
+from fedmq.models.optimiser import FusedOptimiser
 from fedmq.models.two_tower import Out
+from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload
 from protocols import fedavg, objectives
 from protocols.objectives import triplet
 from protocols.parts import aggregation, class_prototypes, training
-from protocols.parts import discriminator as adversary
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.labelled import Samples, samples_of
-from protocols.parts.options import check
+
+Eq8 = Literal["corrected", "printed"]
+Adversarial = Literal["nonsat", "minimax", "literal"]
+
+
+def discriminator_layout(bits: int, classes: int, hidden: int) -> Layout:
+    """Parameters of the discriminator: r + C inputs, a ReLU layer of width ``hidden``, one output."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "discriminator.hidden.weight": (hidden, bits + classes),
+        "discriminator.hidden.bias": (hidden,),
+        "discriminator.output.weight": (1, hidden),
+        "discriminator.output.bias": (1,),
+    }
+    return Layout.of((name, shape, "float32") for name, shape in shapes.items())
+
+
+def initial_discriminator(layout: Layout, seed: int) -> Tensor:
+    """Initial parameters float32 [Q], distributed as those of torch's linear layer."""
+    return initial_parameters(layout, TowerPlan(), seed)
+
+
+def discriminator_logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tensor:
+    """Log-odds [B] that codes [B, r] with label vectors [B, C] are prototypes; D is their logistic function.
+
+    Args:
+        theta: [Q] parameters.
+        layout: layout of the discriminator.
+        codes: [B, r].
+        labels: [B, C].
+    """
+    parts = torch.split(theta, [entry.size for entry in layout.entries])
+    w1, b1, w2, b2 = (part.view(entry.shape) for part, entry in zip(parts, layout.entries, strict=True))
+    hidden = functional.relu(functional.linear(torch.cat([codes, labels], 1), w1, b1))
+    return functional.linear(hidden, w2, b2)[:, 0]
+
+
+def label_vectors(labels: Tensor) -> Tensor:
+    """Labels [B, C] normalised to sum to 1 per sample; zero for a sample without labels."""
+    return labels / labels.sum(1, keepdim=True).clamp_min(1)
+
+
+def discriminator_loss(local: Tensor, prototypes: Tensor, eq8: Eq8 = "corrected") -> Tensor:
+    """Cross-entropy with local codes as 0 and prototypes as 1 (eq 8), from log-odds [B] and [C].
+
+    The paper prints 1 - log D instead of log(1 - D); that loss falls when D mistakes local codes for prototypes, so it
+    cannot train D.
+    """
+    real = functional.softplus(-prototypes).mean()
+    if eq8 == "printed":
+        return real - (1 + functional.softplus(-local)).mean()
+    return functional.softplus(local).mean() + real
+
+
+def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq8 = "corrected") -> Tensor:
+    """Adversarial loss of the hashing network, from the discriminator's log-odds [B] and [C].
+
+    Args:
+        local: log-odds of the batch's codes.
+        prototypes: log-odds of the prototypes.
+        kind: ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, as algorithm 1 does,
+            which trains the network to help the discriminator.
+        eq8: the form of L_d.
+    """
+    match kind:
+        case "nonsat":
+            return functional.softplus(-local).mean()
+        case "minimax":
+            return -functional.softplus(local).mean()
+        case "literal":
+            return discriminator_loss(local, prototypes, eq8)
+
+
+class Discriminator:
+    """A discriminator in local training, with its optimiser.
+
+    Args:
+        theta: float32 [Q] initial parameters; not modified.
+        layout: layout of the discriminator.
+        prototypes: [V, r] valid global prototypes.
+        prototype_labels: [V, C] their one-hot labels.
+        training: kind of optimiser and weight decay.
+        learning_rate: learning rate of this round.
+    """
+
+    def __init__(
+        self,
+        theta: Tensor,
+        layout: Layout,
+        prototypes: Tensor,
+        prototype_labels: Tensor,
+        training: Training,
+        learning_rate: float,
+    ) -> None:
+        self.theta = theta.clone()
+        self._layout = layout
+        self._prototypes, self._prototype_labels = prototypes, prototype_labels
+        self._optimiser = FusedOptimiser([self.theta], training, learning_rate)
+
+    def step(self, codes: Tensor, labels: Tensor, eq8: Eq8) -> None:
+        """Take one optimiser step on eq 8 for binary codes [B, r] and label vectors [B, C]."""
+        theta = self.theta.clone().requires_grad_()
+        lost = discriminator_loss(self._logits(theta, codes, labels), self._real(theta), eq8)
+        (self.theta.grad,) = torch.autograd.grad(lost, theta)
+        self._optimiser.step()
+
+    def fooled(self, codes: Tensor, labels: Tensor, kind: Adversarial, eq8: Eq8) -> Tensor:
+        """The hashing network's adversarial loss for codes [B, r], with the discriminator frozen."""
+        return generator_loss(self._logits(self.theta, codes, labels), self._real(self.theta), kind, eq8)
+
+    def _logits(self, theta: Tensor, codes: Tensor, labels: Tensor) -> Tensor:
+        return discriminator_logits(theta, self._layout, codes, labels)
+
+    def _real(self, theta: Tensor) -> Tensor:
+        return self._logits(theta, self._prototypes, self._prototype_labels)
+
 
 _CHANGE = "fedhap.discriminator_change"
 _CODES = "fedhap.prototypes"
@@ -85,21 +204,14 @@ class FedHapOptions(fedavg.AnchoredOptions):
     weighting: Literal["samples", "uniform"] = "uniform"
     proto_triplet: bool = True
     discriminator: bool = True
-    lambda_d: float = 0.1
-    eq8: adversary.Eq8 = "corrected"
-    adv_g: adversary.Adversarial = "nonsat"
+    lambda_d: NonNegative = 0.1
+    eq8: Eq8 = "corrected"
+    adv_g: Adversarial = "nonsat"
     adv_input: Literal["ste", "relaxed"] = "ste"
-    disc_hidden: int = 128
+    disc_hidden: Count = 128
     share_disc: bool = True
     proto_counts: bool = True
-    hysteresis: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("lambda_d", self.lambda_d, 0.0)
-        check("disc_hidden", self.disc_hidden, 1)
-        if self.hysteresis is not None:
-            check("hysteresis", self.hysteresis, 0.0)
+    hysteresis: NonNegative | None = None
 
 
 def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: float = 0.0) -> Tensor:
@@ -150,7 +262,7 @@ class FedHap(FederatedProtocol):
             raise InputError("protocol.name", "fedhap", "a method that needs no labels: the data set has no labels")
         # SHDCH trains on two label levels; the lower one defines relevance.
         self.columns = fine_columns(context.label_names)
-        self.layout = adversary.layout_of(context.dim, len(self.columns), options.disc_hidden)
+        self.layout = discriminator_layout(context.dim, len(self.columns), options.disc_hidden)
         default = 0.0 if context.whole_rounds else _STEADY
         self.hysteresis = default if options.hysteresis is None else options.hysteresis
         triplets = context.objective.base == "triplet"
@@ -231,7 +343,7 @@ class FedHap(FederatedProtocol):
 
     def _discriminator(self, local: Local, task: Task) -> Tensor:
         """The discriminator at the start of a task, float32 [Q]: the shared one, or the silo's personal one."""
-        initial = adversary.initial(self.layout, self.context.seed)
+        initial = initial_discriminator(self.layout, self.context.seed)
         if self.options.share_disc:
             return initial + as_tensor(take(task.payloads, DiscriminatorDelta).buffer)
         return local.state.get(_OWN, initial)
@@ -297,7 +409,7 @@ class Terms:
         self.discriminator = None
         if start is not None:
             one_hot = torch.eye(len(self.valid), device=device)[self.valid]
-            self.discriminator = adversary.Discriminator(
+            self.discriminator = Discriminator(
                 start.to(device),
                 method.layout,
                 self.prototypes[self.valid],
@@ -316,8 +428,8 @@ class Terms:
             terms.append(self.options.lambda_d * self._adversarial(self.discriminator, samples))
         return torch.stack(terms).sum()
 
-    def _adversarial(self, discriminator: adversary.Discriminator, samples: Samples) -> Tensor:
-        options, labels = self.options, adversary.label_vectors(samples.labels)
+    def _adversarial(self, discriminator: Discriminator, samples: Samples) -> Tensor:
+        options, labels = self.options, label_vectors(samples.labels)
         discriminator.step(signs(samples.codes.detach()), labels, options.eq8)
         seen = straight_through(samples.codes) if options.adv_input == "ste" else samples.codes
         return discriminator.fooled(seen, labels, options.adv_g, options.eq8)

@@ -14,13 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
 from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.options import check
 from protocols.parts.variant import variant
 
 
@@ -39,14 +39,9 @@ class FedMektOptions(fedavg.AnchoredOptions):
         "weight": ("temperature",),
     }
 
-    weight: float = 0.5
-    temperature: float = 3.0
+    weight: NonNegative = 0.5
+    temperature: Positive = 3.0
     personal: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("weight", self.weight, 0.0)
-        check("temperature", self.temperature, 0.0, open_low=True)
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fedmq.config.sections import NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
@@ -40,16 +41,14 @@ from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
 from protocols import fedavg
 from protocols.parts import class_prototypes, personal_model, training
 from protocols.parts.class_prototypes import Shared
-from protocols.parts.losses import nothing
-from protocols.parts.options import check
+from protocols.parts.losses import TauOptions, nothing
 
 
 @dataclass(frozen=True)
-class FedProtoOptions:
+class FedProtoOptions(TauOptions):
     """Options of FedProto.
 
     Args:
-        tau: temperature of InfoNCE.
         weight: lambda, weight of the distance to the global prototypes; 0 gives purely local training.
         weighting: weights of the silos in a global prototype: ``uniform``, as in the released code, or by ``samples``
             of the class, as in the paper.
@@ -58,18 +57,13 @@ class FedProtoOptions:
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "objective.base=info_nce": ("tau",),
+        **TauOptions.OF,
         "weight": ("proto_modal", "weighting"),
     }
 
-    tau: float = 0.07
-    weight: float = 1.0
+    weight: NonNegative = 1.0
     weighting: Literal["uniform", "samples"] = "uniform"
     proto_modal: Literal["separate", "fused"] = "separate"
-
-    def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
-        check("weight", self.weight, 0.0)
 
 
 def prototype_loss(z: Tensor, members: Tensor, prototypes: Tensor, valid: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Local, Task, Trained
 from protocols import fedavg
-from protocols.parts.options import check
 from protocols.parts.variant import variant
 
 
@@ -21,11 +21,7 @@ class FedProxOptions(fedavg.AnchoredOptions):
         mu: weight of the proximal term (mu / 2) ||theta_k - theta_t||^2 over the shared parameters; 0 gives FedAvg.
     """
 
-    mu: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("mu", self.mu, 0.0)
+    mu: NonNegative = 0.01
 
 
 def train(method: fedavg.FedAvg, options: FedProxOptions, local: Local, task: Task) -> Trained:

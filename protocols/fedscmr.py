@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedmq import seeds
+from fedmq.config.sections import NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import (
     Context,
     Encoders,
-    FederatedProtocol,
     Local,
     MergeResult,
     SiloFacts,
@@ -38,12 +38,10 @@ from fedmq.federation.protocol import (
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
-from protocols import fedavg
 from protocols.objectives.dscmr import logits_of, mean_length, pair_likelihood
-from protocols.parts import aggregation, personal_model, training
+from protocols.parts import aggregation, training
 from protocols.parts.labelled import EveryLabelledBatch
-from protocols.parts.options import check
-from protocols.parts.partial import PartialFedAvg
+from protocols.parts.personal_model import PartialFedAvg
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
 #: Table of the silos' last scalars, with columns samples, categories, loss, mAP; -1 where unknown.
@@ -96,9 +94,9 @@ class FedScmrOptions:
 
     loss_cs: bool = True
     loss_ccs: bool = True
-    alpha: float = 0.1
-    beta: float = 0.1
-    gamma: float = 30.0
+    alpha: NonNegative = 0.1
+    beta: NonNegative = 0.1
+    gamma: NonNegative = 30.0
     use_phi: bool = True
     agg: Literal["adaptive", "proportional", "samples"] = "adaptive"
     norm: Literal["row", "frob"] = "row"
@@ -106,12 +104,7 @@ class FedScmrOptions:
     eval_space: Literal["enhanced", "common"] = "enhanced"
     shared_layers: Literal["base", "base_enhance", "all"] = "base_enhance"
     sums: Literal["reporters", "table"] | None = None
-    validation: float = 0.2
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma"):
-            check(name, getattr(self, name), 0.0)
-        check("validation", self.validation, 0.0, 0.9)
+    validation: Annotated[float, Field(ge=0.0, le=0.9)] = 0.2
 
 
 def distance(difference: Tensor, norm: Norm) -> Tensor:
@@ -208,14 +201,23 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     return total
 
 
-class FedScmr(FederatedProtocol):
+class FedScmr(PartialFedAvg):
     """FedSCMR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedScmrOptions
 
     def __init__(self, options: FedScmrOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+        # Both terms need pairs: EnhanceNets that single-modality silos left untrained must not dilute the average.
+        super().__init__(options, context, modules=options.loss_cs or options.loss_ccs)
+        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
+
+    @staticmethod
+    def layers_of(options: FedScmrOptions, context: Context) -> list[str]:
+        """The layers that are exchanged.
+
+        Raises:
+            InputError: the network has no EnhanceNet, or features are evaluated that the global model does not give.
+        """
         layers = [entry.name for entry in context.layout.entries]
         if "shared.enhance.weight" not in layers:
             network = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
@@ -225,11 +227,7 @@ class FedScmr(FederatedProtocol):
             raise InputError(
                 "protocol.eval_space", "common with shared_layers all", "enhanced, or another shared_layers"
             )
-        names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
-        # Both terms need pairs: EnhanceNets that single-modality silos left untrained must not dilute the average.
-        apart = options.loss_cs or options.loss_ccs
-        self.partial = PartialFedAvg(fedavg.AnchoredOptions(), context, names, modules=apart)
-        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
+        return [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The shared layers' update and the scalars of eqs 10 to 12; only paired silos report mAP."""
@@ -242,10 +240,6 @@ class FedScmr(FederatedProtocol):
         table, versions = torch.full((count, 4), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
         return State(theta, {_TABLE: table, _VERSIONS: versions})
 
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The shared layers."""
-        return self.partial.task(state, silo)
-
     # ----------------------------------------------------------------------- silo side
     def _split(self, local: Local) -> tuple[training.I64, training.I64]:
         """Rows for training and for validation, the same in every task; a single item serves both."""
@@ -256,25 +250,22 @@ class FedScmr(FederatedProtocol):
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8 over all layers; uploads the shared layers and the scalars, keeps the rest."""
-        layout, model = self.context.layout, local.model
-        model.load(self.partial.parameters(local, task.payloads))
-        base = model.flat.detach().clone()
+        local.model.load(self.parameters(local, task.payloads))
+        base = local.model.flat.detach().clone()
         rows, validation = self._split(local)
-        loss = partial(local_loss, options=self.options)
-        work = EveryLabelledBatch(local, self.context.training.batch_size, loss, rows)
+        work = EveryLabelledBatch(local, self.context.training.batch_size, self._loss, rows)
         outcome = training.train_epochs(local, self.context, task, base, work)
-        change = aggregation.extract(outcome.delta, layout, self.partial.shared)
         up: tuple[Payload, ...] = (
-            PartialDelta(layout.digest, self.partial.shared, change.numpy(), len(rows)),
+            self.update(outcome.delta, len(rows)),
             Loss(outcome.last_loss),
             LabelCount(training.categories(local, self.context)),
         )
         if local.silo.paired:
             up = (*up, MeanAveragePrecision(self._validated(local, validation)))
-        state = {}
-        if self.partial.personal:
-            state[personal_model.OWN] = aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
-        return Trained(up, state, outcome.loss)
+        return Trained(up, self.kept(local), outcome.loss)
+
+    def _loss(self, image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
+        return local_loss(image, text, labels, self.options)
 
     def _validated(self, local: Local, rows: training.I64) -> float:
         """v_k: mean mAP of both retrieval directions on the validation items, each with its first caption."""
@@ -297,14 +288,10 @@ class FedScmr(FederatedProtocol):
         everything = options.shared_layers == "all"
         return Traits(personal_only=not everything, personalised=not everything)
 
-    def traits(self) -> Traits:
-        """With the names of the shared layers."""
-        return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
-
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The downloaded shared layers inside the silo's personal layers."""
         model = local.model
-        model.load(self.partial.parameters(local, payloads))
+        model.load(self.parameters(local, payloads))
         device = model.flat.device
         return Encoders(
             lambda x: self._space(model.outputs("image", x.to(device))),
@@ -318,10 +305,9 @@ class FedScmr(FederatedProtocol):
         rows = torch.tensor([reply.silo.index for reply in replies])
         versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
         weights = self._weights(table, rows, known)
-        merged = self.partial.merge(state, replies, weights)
+        merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
-        tensors = {**merged.state.tensors, _TABLE: table, _VERSIONS: versions}
-        return MergeResult(State(merged.state.theta, tensors, state.values), log)
+        return MergeResult(replace(merged, tensors={_TABLE: table, _VERSIONS: versions}), log)
 
     def _updated(self, table: Tensor, replies: Sequence[Update]) -> Tensor:
         table = table.clone()

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, take
 from fedmq.models.two_tower import Out
@@ -26,7 +27,6 @@ from protocols.fedmekt import divergence
 from protocols.moon import model_contrast
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.options import check
 from protocols.parts.similarity import mean_square
 from protocols.parts.variant import variant
 
@@ -57,18 +57,11 @@ class FedUchOptions(fedavg.AnchoredOptions):
 
     contrast: bool = True
     distill: bool = True
-    mu: float = 0.6
-    phi: float = 0.4
-    contrast_tau: float = 1.0
+    mu: NonNegative = 0.6
+    phi: NonNegative = 0.4
+    contrast_tau: Positive = 1.0
     kd: Literal["kl", "mse"] = "kl"
-    kd_temperature: float = 1.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("mu", self.mu, 0.0)
-        check("phi", self.phi, 0.0)
-        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
-        check("kd_temperature", self.kd_temperature, 0.0, open_low=True)
+    kd_temperature: Positive = 1.5
 
 
 def cross_modal_contrast(

@@ -6,7 +6,7 @@ modality has nothing to minimise under InfoNCE and keeps the initial model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,25 +29,12 @@ from fedmq.federation.protocol import (
 from fedmq.wire.payloads import Loss, Payload
 from protocols import fedavg
 from protocols.parts import personal_model, training
-from protocols.parts.options import check
+from protocols.parts.losses import TauOptions
 
 
 @dataclass(frozen=True)
-class AloneOptions:
-    """Options of local training.
-
-    Args:
-        tau: temperature of InfoNCE.
-    """
-
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "objective.base=info_nce": ("tau",),
-    }
-
-    tau: float = 0.07
-
-    def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
+class AloneOptions(TauOptions):
+    """Options of local training."""
 
 
 class Alone(FederatedProtocol):

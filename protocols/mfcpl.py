@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
@@ -46,11 +48,10 @@ from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from protocols import fedavg
-from protocols.parts import class_prototypes, clusters, personal_model, training
+from protocols.parts import centroids, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import cosine, unit
-from protocols.parts.options import check
 
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
@@ -75,18 +76,11 @@ class MfcplOptions(fedavg.AnchoredOptions):
         "cmpc": ("proto_tau",),
     }
 
-    cmpr: float = 1.0
-    cmpc: float = 1.0
-    cma: float = 1.0
-    proto_tau: float = 0.5
-    classes: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("cmpr", "cmpc", "cma"):
-            check(name, getattr(self, name), 0.0)
-        check("proto_tau", self.proto_tau, 0.0, open_low=True)
-        check("classes", self.classes, 2)
+    cmpr: NonNegative = 1.0
+    cmpc: NonNegative = 1.0
+    cma: NonNegative = 1.0
+    proto_tau: Positive = 0.5
+    classes: Annotated[int, Field(ge=2)] = 10
 
 
 def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor:
@@ -194,7 +188,7 @@ class Mfcpl(FederatedProtocol):
                 return None
             with training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
                 points, rows = self._embedded(local, None)[0], unit(shared.image.cpu())
-        nearest = valid.nonzero().squeeze(1)[clusters.nearest(points, rows[valid])]
+        nearest = valid.nonzero().squeeze(1)[centroids.nearest(points, rows[valid])]
         return torch.nn.functional.one_hot(nearest, self.classes).float().to(device)
 
     def _first_captions(self, local: Local) -> Tensor:
@@ -236,7 +230,7 @@ class Mfcpl(FederatedProtocol):
         """Centroids of the silo's captions, from which the coordinator derives the pseudo-classes."""
         points = self._first_captions(local)
         generator = training.generator_of(self.context, local, task, "centroids")
-        centres, sizes = clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
+        centres, sizes = centroids.k_means(points, torch.ones(len(points)), self.classes, generator)
         return class_prototypes.payload(centres, sizes.round(), "text")
 
     # ----------------------------------------------------------------------- coordinator side
@@ -320,7 +314,7 @@ class Mfcpl(FederatedProtocol):
             return {}
         generator = numpy_generator(self.context.seed, "mfcpl", "classes")
         points, sizes = tensors[GIVEN][valid], tensors[GIVEN_SIZES][valid]
-        centres, totals = clusters.k_means(points, sizes, self.classes, generator)
+        centres, totals = centroids.k_means(points, sizes, self.classes, generator)
         return {CENTRES: centres.float(), SIZES: totals.round().long()}
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Model
@@ -21,7 +23,6 @@ from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
-from protocols.parts.options import check
 from protocols.parts.variant import variant
 
 
@@ -41,16 +42,10 @@ class MoonOptions(fedavg.AnchoredOptions):
         "mu": ("contrast_tau", "buffer"),
     }
 
-    mu: float = 1.0
-    contrast_tau: float = 0.5
-    buffer: int = 1
+    mu: NonNegative = 1.0
+    contrast_tau: Positive = 0.5
+    buffer: Annotated[int, Field(ge=1, le=100)] = 1
     personal: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("mu", self.mu, 0.0)
-        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
-        check("buffer", self.buffer, 1, 100)
 
 
 def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:

@@ -9,25 +9,40 @@ the first synchronous round selects all silos, whatever the participation rate.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, ClassVar
+
 from fedmq.errors import InputError
-from fedmq.wire.layout import Layout
+from fedmq.federation.protocol import Context, Traits
 from protocols.fedavg import AnchoredOptions
-from protocols.parts.partial import averaging
+from protocols.parts.personal_model import PartialFedAvg
 
 #: Name prefix of the adapters' middle layers.
 SHARED = "shared.adapters."
 
 
-def middle_layers(options: AnchoredOptions, layout: Layout) -> tuple[str, ...]:
-    """Names of the adapters' middle layers, in the layout's order.
+class PFedMma(PartialFedAvg):
+    """pFedMMA, see the module docstring."""
 
-    Raises:
-        InputError: the model has no multi-modal adapters.
-    """
-    shared = tuple(entry.name for entry in layout.entries if entry.name.startswith(SHARED))
-    if not shared:
-        raise InputError("backbone.adapter", "a model without shared adapters", "mma, which protocol pfedmma averages")
-    return shared
+    Options: ClassVar[type[Any]] = AnchoredOptions
+
+    @staticmethod
+    def layers_of(options: AnchoredOptions, context: Context) -> tuple[str, ...]:
+        """Names of the adapters' middle layers, in the layout's order.
+
+        Raises:
+            InputError: the model has no multi-modal adapters.
+        """
+        shared = tuple(entry.name for entry in context.layout.entries if entry.name.startswith(SHARED))
+        if not shared:
+            found, allowed = "a model without shared adapters", "mma, which protocol pfedmma averages"
+            raise InputError("backbone.adapter", found, allowed)
+        return shared
+
+    @classmethod
+    def traits_of(cls, options: AnchoredOptions) -> Traits:
+        """The first synchronous round selects all silos."""
+        return replace(super().traits_of(options), first_round_selects_all=True)
 
 
-PROTOCOL = averaging(AnchoredOptions, middle_layers, first_round_selects_all=True)
+PROTOCOL = PFedMma

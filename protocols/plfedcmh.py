@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
@@ -44,7 +45,6 @@ from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.options import check
 from protocols.parts.router import views
 
 _MODELS = "table_models"
@@ -75,18 +75,13 @@ class PlFedCmhOptions:
             (``trained``), as in the released code.
     """
 
-    beta: float = 0.5
-    eta: float = 1e5
-    hn_rate: float = 1e-3
+    beta: NonNegative = 0.5
+    eta: NonNegative = 1e5
+    hn_rate: NonNegative = 1e-3
     hn_sign: Literal["descent", "code"] = "descent"
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"
     measured: Literal["mixture", "trained"] = "mixture"
-
-    def __post_init__(self) -> None:
-        check("beta", self.beta, 0.0)
-        check("eta", self.eta, 0.0)
-        check("hn_rate", self.hn_rate, 0.0)
 
 
 def prototype_loss(
@@ -121,16 +116,8 @@ def blocks(layout: Layout, part: slice) -> dict[str, slice]:
         layout: layout of the model.
         part: the branch's range.
     """
-    slices: dict[str, slice] = {}
-    offset = 0
-    for entry in layout.entries:
-        end = offset + entry.size
-        if part.start <= offset < part.stop:
-            owner = entry.name.rpartition(".")[0]
-            start = slices[owner].start if owner in slices else offset
-            slices[owner] = slice(start, end)
-        offset = end
-    return slices
+    layers = aggregation.slices_by(layout, lambda name: name.rpartition(".")[0])
+    return {owner: layer for owner, layer in layers.items() if part.start <= layer.start < part.stop}
 
 
 def network_layout(names: Sequence[str], silos: int) -> Layout:
@@ -241,9 +228,14 @@ class PlFedCmh(FederatedProtocol):
         self.parts = {name: blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
         self.shapes = {name: network_layout(list(parts), len(context.silos)) for name, parts in self.parts.items()}
 
+    @classmethod
+    def traits_of(cls, options: PlFedCmhOptions) -> Traits:
+        """Every silo has a personal model, and is sent a mixture of its own."""
+        return Traits(personalised=True, model_per_silo=True)
+
     def traits(self) -> Traits:
-        """Every silo has a personal model."""
-        return Traits(personalised=True)
+        """The same in every run."""
+        return self.traits_of(self.options)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""

@@ -49,8 +49,15 @@ from fedmq.wire.payloads import (
 )
 from protocols.parts import aggregation, centroids, fairness, personal_adapter, prototypes, router, training, unpaired
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
-from protocols.parts.options import refuse_other_bases
+from protocols.parts.losses import (
+    anchor,
+    info_nce,
+    local_prototype,
+    nearest_anchor,
+    prototype_regulariser,
+    refuse_other_bases,
+    unit,
+)
 from protocols.parts.rcsr_options import RcsrOptions
 from protocols.parts.router import Statistics
 
@@ -180,7 +187,7 @@ class Rcsr(FederatedProtocol):
                 local, self.context, task, most, self.options.anchor_support, begun=begun
             )
             payloads, kept = (*payloads, report), {**kept, **members}
-        return Trained(payloads, kept, outcome.loss)
+        return Trained(payloads, kept, outcome.loss, work is None)
 
     @classmethod
     def traits_of(cls, options: RcsrOptions) -> Traits:
@@ -203,16 +210,11 @@ class Rcsr(FederatedProtocol):
 
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun; empty if the silo has none."""
-        options = self.options
-        held = [local, *unpaired.views(local)]
+        held = [local, *unpaired.views(local)] if self.options.personal != "none" else []
         held = [part for part in held if part.silo.paired or self._anchored(part.silo, received)]
-        if options.personal == "none" or task.round < options.personal_onset or not held:
-            return personal_adapter.kept(local)
         parts = [(part, self._personal_loss(part, task, received)) for part in held]
-        tuning = personal_adapter.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
-        strength = self._strength(task.payloads)
-        tuned = personal_adapter.fine_tuned(local, self.context, task, tuning, strength, parts)
-        return {personal_adapter.STATE: tuned}
+        strength = partial(self._strength, task.payloads)
+        return personal_adapter.tuned_or_kept(local, self.context, task, self.options, strength, parts)
 
     def _personal_loss(self, local: Local, task: Task, received: Shared) -> training.LossFunction:
         """Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model."""
@@ -311,8 +313,7 @@ class Rcsr(FederatedProtocol):
         if options.minimax:
             minimax, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
             weights = fairness.fused_weights(weights, minimax["fair_log_q"][rows])
-        factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
-        weights = aggregation.damped(weights, factors)
+        weights = aggregation.damped_of(weights, replies)
 
         theta = aggregation.merge_updates(state.theta, replies, weights, self.branches, options.branch_renorm)
         averages = prototypes.updated(

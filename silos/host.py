@@ -7,8 +7,12 @@ silos share the connection, the data and one model, into which each loads the pa
 from __future__ import annotations
 
 import contextlib
+import math
+import queue
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,14 +20,15 @@ import torch
 
 from fedmq.clock import Clock, WallClock
 from fedmq.data.item_digests import ItemDigests, item_digests
-from fedmq.encoders.gpu import release_unused_memory
+from fedmq.encoders.gpu import release_unused_gpu_memory
+from fedmq.errors import RemoteWireError
 from fedmq.federation.participant import raise_refused
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.models.two_tower import TwoTower
+from fedmq.packages import __version__
 from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.channel import Channel
-from fedmq.wire.channel_group import ChannelGroup
+from fedmq.wire.channel import STEP_SECONDS, Channel
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
@@ -32,9 +37,12 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.sessions import keep_buffers
-from fedmq.wire.transports.shared_connections import beat_patience
+from fedmq.wire.transports.base import QUEUE
+from fedmq.wire.transports.registry import connect_shared
+from fedmq.wire.transports.shared_connections import Branch, beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, reply_to
+from silos.program import KEPT_MODELS, ReadySilo, reply_to
+from silos.schedule import AgreedSchedule
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
@@ -70,6 +78,7 @@ class _Member:
     log: MessageLog
     notes: StateNotes
     logger: Logger
+    agreed: AgreedSchedule | None = None
     sent_at: float = 0.0
 
 
@@ -102,7 +111,7 @@ class Host:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
         logger = open_log(arguments.logs, name)
         log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
-        log.note(LogEvent.STARTED, run=arguments.run.id)
+        log.note(LogEvent.STARTED, run=arguments.run.id, program=__version__)
         member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
         identity = self.identities[name]
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
@@ -131,7 +140,7 @@ class Host:
 
     @cached_property
     def _items(self) -> ItemDigests:
-        return item_digests(self.population.prepared, self.arguments.silo.scenario.dealt)
+        return item_digests(self.population.prepared, self.arguments.silo.scenario.dataset)
 
     @cached_property
     def _recent(self) -> OrderedDict[str, Silo]:
@@ -200,6 +209,114 @@ def _answer(host: Host, name: str, message: Message, slots: Slots, joined: Calla
     elif message.header.kind is Kind.ERROR:
         raise_refused(message, name)
     elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
-        reply_to(host.channels.channels[name], host.silo(name), slots, message, member.logger)
-        release_unused_memory()  # memory of a failed task
-        member.notes.after_task(message.header.sequence, message.task.settled if message.task else 0)
+        silo = host.silo(name)
+        member.agreed = member.agreed or AgreedSchedule(host.arguments.silo.run, silo.protocol.traits(), member.log)
+        ready = ReadySilo(silo, member.agreed, member.notes)
+        reply_to(host.channels.channels[name], ready, slots, message, member.logger)
+        release_unused_gpu_memory()  # memory of a failed task
+        member.notes.after_task(message.header.sequence, message.task.committed if message.task else 0)
+
+
+#: Handshakes in progress at a time, so that the coordinator answers each before it is repeated.
+_HANDSHAKES = 16
+
+#: What a peer receives: its name, and a message.
+Item = tuple[str, Message]
+
+
+class ChannelGroup:
+    """Channels that share a thread and a connection.
+
+    Args:
+        uri: URI at which the coordinator listens, with the prefix ``shared+``.
+        open_channel: ``(name, deliver)``: makes the channel of a peer that delivers what it receives to ``deliver``.
+        names: the peers.
+    """
+
+    def __init__(
+        self, uri: str, open_channel: Callable[[str, Callable[[Message], None]], Channel], names: Sequence[str]
+    ) -> None:
+        self._uri = uri
+        self._inbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
+        self.channels: Mapping[str, Channel] = {name: open_channel(name, self._deliver_to(name)) for name in names}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="links", daemon=True)
+
+    def _deliver_to(self, name: str) -> Callable[[Message], None]:
+        return lambda item: self._inbox.put((name, item))
+
+    # ------------------------------------------------------------------------------------- for the training thread
+    def start(self) -> None:
+        """Start connecting."""
+        self._thread.start()
+
+    def receive(self) -> Item | None:
+        """The next message of any peer, with the peer's name; None when all channels have finished.
+
+        Raises:
+            Exception: the error that ended the thread.
+        """
+        item = self._inbox.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """Send the queued messages, then end the thread; waits at most ``patience_s`` [s]."""
+        self._closing.set()
+        for channel in self.channels.values():
+            channel.begin_closing()
+        if self._thread.ident is not None:
+            self._thread.join(patience_s)
+        with contextlib.ExitStack() as closing:  # all of them, even if a log cannot be written
+            for channel in self.channels.values():
+                closing.callback(channel.close, 0.0)
+
+    # ------------------------------------------------------------------------------------------------- the thread
+    def _run_thread(self) -> None:
+        try:
+            shared = connect_shared(self._uri, queue=QUEUE * len(self.channels))
+            try:
+                links = [_Link(each, shared.branch(number)) for number, each in enumerate(self.channels.values())]
+                for link in links:
+                    link.channel.attach(link.branch)
+                checked = -math.inf
+                while links:
+                    now = time.monotonic()
+                    everyone = now - checked >= STEP_SECONDS
+                    checked = now if everyone else checked
+                    links = _step(links, everyone=everyone)
+                    with contextlib.suppress(RemoteWireError):  # not two frames: their silo is unknown
+                        shared.pump(STEP_SECONDS)
+            finally:
+                shared.close()
+        except BaseException as error:
+            self._inbox.put(error)
+        else:
+            self._inbox.put(None)
+
+
+@dataclass(frozen=True)
+class _Link:
+    channel: Channel
+    branch: Branch
+
+
+def _step(links: list[_Link], *, everyone: bool) -> list[_Link]:
+    """Let the channels receive and send; returns those that are still active.
+
+    Args:
+        links: the channels that are still active.
+        everyone: also those without messages, which then check the time.
+    """
+    handshakes = 0
+    for link in links:
+        channel = link.channel
+        handshakes += not channel.has_session
+        if not channel.has_session and handshakes > _HANDSHAKES:
+            continue  # begun when others are complete
+        if everyone or link.branch.arrived or channel.has_outgoing or not channel.has_session:
+            channel.step(link.branch, 0.0)
+    # Only channels with a session receive the end of the run; the others would wait for a coordinator that is gone.
+    over = any(link.channel.stopped for link in links)
+    return [link for link in links if not (link.channel.finished or (over and not link.channel.has_session))]

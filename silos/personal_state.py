@@ -7,11 +7,14 @@ repeated task gives the same reply.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from fedmq.clock import Clock
@@ -35,8 +38,8 @@ _MOST_BYTES = 1 << 40
 
 
 def _digest(owner: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) of the owner and the tensors' names, types, shapes and values."""
-    found = hashlib.sha256(f"{owner}\n".encode())
+    """BLAKE3 (hex) of the owner and the tensors' names, types, shapes and values."""
+    found = blake3(f"{owner}\n".encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -71,6 +74,28 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+class DiskQueue:
+    """Writes states to disk in a thread, while the silos of one process compute."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._writes: deque[Future[None]] = deque()
+
+    def add(self, write: Callable[[], None]) -> None:
+        """Write a state, which survives a power failure once :meth:`settle` has returned; in the order of the calls."""
+        self._thread = self._thread or ThreadPoolExecutor(1)
+        self._writes.append(self._thread.submit(write))
+
+    def settle(self) -> None:
+        """Wait until all states are on disk.
+
+        Raises:
+            DiskError: one could not be written, for any reason.
+        """
+        while self._writes:
+            self._writes.popleft().result()
+
+
 class StateStore:
     """A silo's personal tensors by task number.
 
@@ -79,10 +104,11 @@ class StateStore:
 
     Args:
         folder: folder of this silo alone.
+        disk_queue: writes states before the coordinator's next checkpoint; None writes each before the reply.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, disk_queue: DiskQueue | None = None) -> None:
+        self._folder, self._disk_queue = folder, disk_queue
         remove_unfinished(folder)
         self._numbers = self._stored()
         self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
@@ -144,22 +170,27 @@ class StateStore:
                 newest is still needed.
 
         Raises:
-            DiskError: it could not be written, for any reason.
+            DiskError: it could not be written, for any reason; with a queue, :meth:`DiskQueue.settle` raises it.
         """
         if state or self._numbers:
             contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-            try:
-                kept = self._path(sequence)
-                write_atomically(kept, lambda path: _write(path, contiguous, _owner(kept)), durable=True)
-            except InputError as error:
-                raise DiskError(str(error)) from error
-            self._newest = sequence, contiguous
             before = [number for number in self._numbers if number != sequence]
-            for number in [number for number in before if number <= committed][:-1]:
-                self._path(number).unlink(missing_ok=True)
-                before.remove(number)
-            self._numbers = sorted((*before, sequence))
+            outdated = [number for number in before if number <= committed][:-1]
+            write = partial(self._replace, sequence, contiguous, outdated)
+            write() if self._disk_queue is None else self._disk_queue.add(write)
+            self._newest = sequence, contiguous
+            self._numbers = sorted((*(number for number in before if number not in outdated), sequence))
         (self._folder / _EPOCHS).unlink(missing_ok=True)  # the task is done
+
+    def _replace(self, sequence: int, state: Mapping[str, torch.Tensor], outdated: Sequence[int]) -> None:
+        """Write a state, and then delete those that are no longer needed."""
+        kept = self._path(sequence)
+        try:
+            write_atomically(kept, lambda path: _write(path, state, _owner(kept)), durable=True)
+        except InputError as error:
+            raise DiskError(str(error)) from error
+        for number in outdated:
+            self._path(number).unlink(missing_ok=True)
 
 
 class TaskEpochs:
@@ -251,7 +282,7 @@ class StateNotes:
         self._kept = True
         if self._new_folder and committed:
             self._log.note(LogEvent.STATE_MISSING)
-            where = f"its reply to task {committed} was sent from another folder than this --out"
+            where = "it sent an earlier reply from another folder than this --out"
             what = f"{LogEvent.STATE_MISSING.meaning}; {where}"
             print_line(f"{self._log.process}: {what}", error=True)
         self._log.note(LogEvent.STATE_KEPT, task=number)

@@ -8,22 +8,21 @@ from dataclasses import dataclass
 
 import torch
 
-from fedmq.audit.policy_guard import guard_of, kinds_needed
+from fedmq.audit.policy import guard_of, kinds_needed
 from fedmq.clock import WallClock
+from fedmq.config.resolve import ResolvedRun
 from fedmq.data.item_digests import item_digests
-from fedmq.encoders.gpu import release_unused_memory
+from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.federation.participant import (
     FATAL_ERRORS,
-    START,
     SiteData,
-    Starting,
     begin,
     confirm,
     end_reported,
     raise_refused,
 )  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.federation.preflight import refuse
+from fedmq.packages import __version__
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
@@ -37,6 +36,7 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error, Payload
 from fedmq.wire.sessions import keep_buffers
 from silos.personal_state import StateNotes
+from silos.schedule import AgreedSchedule
 from silos.tasks import FailureReporter, Silo, SiloArguments, Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -63,7 +63,7 @@ def run_silo(
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
-    _check_start(arguments)
+    device_of(arguments.device or arguments.scenario.device)  # refused before anything is written or sent
     identity, accepted = identity or load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
@@ -72,7 +72,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
-        silo, notes = start.silo, None if start.silo is None else StateNotes(start.silo.store, log)
+        ready = None if start.silo is None else ReadySilo.of(start.silo, arguments.run, log)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples, **start.held)
@@ -85,30 +85,24 @@ def run_silo(
             with end_reported(link):
                 match message.header.kind:
                     case Kind.AGREEMENT:
-                        silo = silo or start.agreed(message)
-                        notes = notes or StateNotes(silo.store, log)
+                        ready = ready or ReadySilo.of(start.agreed(message), arguments.run, log)
                         confirm(link, message)
-                    case Kind.LAYOUT if silo is not None:
-                        agree(message.layout, silo.context.layout)
+                    case Kind.LAYOUT if ready is not None:
+                        agree(message.layout, ready.silo.context.layout)
                         logger.info("joined")
                         joined()
-                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_SILO if silo is not None and notes is not None:
-                        reply_to(link, silo, slots, message, logger)
-                        release_unused_memory()  # memory of a failed task
-                        notes.after_task(message.header.sequence, message.task.settled if message.task else 0)
+                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_SILO if ready is not None:
+                        reply_to(link, ready, slots, message, logger)
+                        release_unused_gpu_memory()  # memory of a failed task
+                        ready.notes.after_task(message.header.sequence, message.task.committed if message.task else 0)
                     case _:
                         logger.warning("message ignored", kind=message.header.kind.value)
             del message  # the next one may take minutes: release the memory of this one's model
         logger.info("the coordinator has ended the run")
     finally:
-        link.close()
         slots.close()
+        link.close()
     logger.info("head of the message log", records=log.records, head=log.head)
-
-
-def _check_start(arguments: SiloArguments) -> None:
-    """Check the silo's name and its device, before anything is written or sent."""
-    refuse(START, Starting(arguments.name, arguments.device, arguments.scenario, arguments.site))
 
 
 def _log_and_channel(
@@ -132,7 +126,7 @@ def _log_and_channel(
     if arguments.policy is not None:
         forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
     log = MessageLog(path, arguments.name, clock, logger=logger)
-    log.note(LogEvent.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run, program=__version__)
     uri, warn, plain = arguments.connect, logger.warning, arguments.scenario.model_dump(mode="json")
     return log, Channel(
         uri,
@@ -146,7 +140,28 @@ def _log_and_channel(
         forbidden=forbidden,
         options=arguments.scenario.wire,
         comparison=ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None),
+        ends_with_other_run=arguments.ends_with_other_run,
     )
+
+
+@dataclass(frozen=True)
+class ReadySilo:
+    """A silo that has joined.
+
+    Args:
+        silo: the silo.
+        agreed: what its coordinator may ask of it.
+        notes: notes in its log about its personal state.
+    """
+
+    silo: Silo
+    agreed: AgreedSchedule
+    notes: StateNotes
+
+    @classmethod
+    def of(cls, silo: Silo, run: ResolvedRun, log: MessageLog) -> ReadySilo:
+        """The silo of a run with its log."""
+        return cls(silo, AgreedSchedule(run, silo.protocol.traits(), log), StateNotes(silo.store, log))
 
 
 @dataclass(frozen=True)
@@ -176,18 +191,16 @@ class SiloStart:
         """Load the data.
 
         Raises:
-            InputError: the data cannot be read, a silo with its own data has no site file, or this machine does not
-                have the device.
+            InputError: the data cannot be read, or a silo with its own data has no site file.
         """
         scenario, name, run = arguments.scenario, arguments.name, arguments.run
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        device_of(here.device)  # a silo with its own data would use it only after the agreement
         if scenario.data is None:
             data = SiteData.load(here, arguments.site, run.id, file=run.source.file)
             return cls(arguments, identity, data.statement, data.samples, data.content, None, data)
         population = build_population(here, folder=arguments.data, pooled=run.pooled)
         silo = _silo(arguments, identity, population)
-        items = item_digests(population.prepared, scenario.dealt)
+        items = item_digests(population.prepared, scenario.dataset)
         statement = population.statement(population.facts(name), items, run.id)
         return cls(arguments, identity, (statement,), len(silo.dataset), population.prepared.content, silo)
 
@@ -217,20 +230,21 @@ def _silo(arguments: SiloArguments, identity: Identity, population: Population) 
 
 def reply_to(
     link: Channel,
-    silo: Silo,
+    ready: ReadySilo,
     slots: Slots,
     message: Message,
     logger: Logger = QUIET,
     fatal: tuple[type[Exception], ...] = FATAL_ERRORS,
 ) -> None:
-    """Execute a task or an evaluation, and send the reply, or the error unless it is a fatal one."""
-    header, began = message.header, time.monotonic()
+    """Execute a task or an evaluation that was agreed on; send the reply, or the error unless it is a fatal one."""
+    header, began, silo = message.header, time.monotonic(), ready.silo
     what = {"task": header.sequence, "round": message.task.round} if message.task else {"version": header.base_version}
     try:
+        ready.agreed.check(message)
         with slots.one():
             logger.debug("training" if header.kind is Kind.TASK else "evaluating", **what)
             payloads = silo.respond(message)
-            release_unused_memory()  # before the slot is released to the next silo
+            release_unused_gpu_memory()  # before the slot is released to the next silo
     except fatal:
         raise
     except Exception as error:

@@ -48,7 +48,7 @@ from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Metrics, Model, Payload, SiloMetrics
 from protocols.parts.missing_branch import shortened
-from silos.personal_state import StateStore
+from silos.personal_state import DiskQueue, StateStore
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class SiloArguments:
         logs: options of the log for operators; None for no log.
         policy: file of the policy for what may leave the silo; None allows everything.
         simulated: `fedmq scenario` started it on this machine, so errors may be reported with their whole text.
+        ends_with_other_run: end when the coordinator has begun another run, instead of waiting for this one.
     """
 
     run: ResolvedRun
@@ -80,6 +81,7 @@ class SiloArguments:
     logs: LogOptions | None = None
     policy: Path | None = None
     simulated: bool = False
+    ends_with_other_run: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -98,7 +100,13 @@ class Silo:
     """
 
     def __init__(
-        self, arguments: SiloArguments, population: Population, model: TwoTower | None = None, *, noise: int | bytes
+        self,
+        arguments: SiloArguments,
+        population: Population,
+        model: TwoTower | None = None,
+        *,
+        noise: int | bytes,
+        disk_queue: DiskQueue | None = None,
     ) -> None:
         scenario = arguments.scenario
         self.scenario, self.simulated = scenario, arguments.simulated
@@ -117,7 +125,7 @@ class Silo:
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         folder, logs = RunFolder(arguments.out), arguments.logs
-        self.store = StateStore(folder.silo_state(self.facts.name))
+        self.store = StateStore(folder.silo_state(self.facts.name), disk_queue)
         self.epochs = self.store.epochs(self._clock)  # of the last task
         console = logs is not None and logs.console  # has the error
         shown = console and logs is not None and logs.level is LogLevel.DEBUG
@@ -203,12 +211,12 @@ class Silo:
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
-        payloads = tuple(self.transform(payload, task) for payload in sent)
+        payloads = tuple(sent if trained.idle else (self.transform(payload, task) for payload in sent))
         # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.attacks(name, number, version, header.sent_at):
             payloads = tuple(attacked(fault, payload, generator) for payload in payloads)
-        self.store.keep(header.sequence, trained.state, info.settled)
+        self.store.keep(header.sequence, trained.state, info.committed)
         return payloads
 
     def measure(self, message: Message) -> Metrics:

@@ -127,7 +127,7 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
                     record["peers"] = {name: publics.get(name, key) for name, key in record["peers"].items()}
                 record |= {"n": len(done[process]), "previous": heads[process]}
                 if record["action"] == "signed" and (key := keys[process]) is not None:
-                    statement = signed_statement(names[process], process, record["n"], heads[process])
+                    statement = signed_statement(names[process], record)
                     record["signature"] = key.sign(statement).hex()
                 del record["hash"]
                 record["hash"] = heads[process] = chain(heads[process], record)

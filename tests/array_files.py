@@ -1,4 +1,4 @@
-"""Array files for tests: features in MATLAB's and NumPy's formats, and a check for refusals."""
+"""Array files for tests: features in MATLAB's and NumPy's formats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.config.scenario import Backbone, Data
-from fedmq.data.prepare import prepare
-from fedmq.errors import InputError
+from fedmq.config.scenario import Backbone
 
 scipy_io = pytest.importorskip("scipy.io")
+scipy_sparse = pytest.importorskip("scipy.sparse")
 h5py = pytest.importorskip("h5py")
 FEATURES = Backbone(name="features")
 RNG = np.random.default_rng(3)
@@ -52,10 +51,29 @@ def saved(path: Path, arrays: dict[str, Any]) -> Path:
     return path
 
 
-def refused(path: Path, expected: str, name: str = "pascal") -> None:
-    with pytest.raises(InputError, match=expected) as caught:
-        prepare(Data(name=name, path=path), FEATURES, path.parent / "cache")
-    assert "\n" not in str(caught.value)
+def feature_arrays(n: int = 10, captions: int = 3) -> dict[str, Any]:
+    """Images, captions and the split of a file of features."""
+    generator = np.random.default_rng(0)
+    return {
+        "image": generator.standard_normal((n, 6)).astype(np.float32),
+        "text": generator.standard_normal((n, captions, 5)).astype(np.float16),
+        "split": np.array(["train"] * (n - 3) + ["val", "test", "public"]),
+    }
+
+
+def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
+    """Add a sparse array to a file as MATLAB writes it with -v7.3; an all-zero array has no data and ir."""
+    matrix = scipy_sparse.csc_matrix(dense)
+    inside = {"data": matrix.data, "ir": matrix.indices.astype(np.uint64), "jc": matrix.indptr.astype(np.uint64)}
+    inside = {"jc": inside["jc"]} if matrix.nnz == 0 else inside
+    with h5py.File(path, "a") as file:
+        group = file.create_group(key)
+        group.attrs["MATLAB_class"] = np.bytes_("logical" if matrix.dtype == np.uint8 else "double")
+        group.attrs["MATLAB_sparse"] = changes.pop("rows", np.uint64(matrix.shape[0]))
+        for name, value in {**inside, **changes}.items():
+            if value is not None:
+                group[name] = value
+    return path
 
 
 PIXELS = RNG.integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)  # items, height, width, channels

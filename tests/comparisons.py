@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedmq.cli import compare as cli_compare
 from fedmq.config.resolve import ResolvedRun, read
 from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
@@ -88,11 +87,6 @@ def studied(tiny: Path, tmp_path: Path) -> Study:
             finished.setdefault(row.name, {})[seed] = results.read(folder)
     del finished["rcsr, silos.count=50"][2]
     return plan, made_rows.rows(plan, {row.name: () for row in rows}, finished)
-
-
-ROOTS = cli_compare.Roots(
-    resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False, list
-)
 
 
 def comparison_file(folder: Path, text: str) -> Path:

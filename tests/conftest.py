@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer.main
+import typer.testing
 import yaml
 from hypothesis import HealthCheck, settings
+
+from tests import forked_programs
 
 torch.set_num_threads(1)
 # How long an example takes depends on the machine: in a new clone, Hypothesis first computes tables of characters.
 settings.register_profile("fedmq", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedmq")
 _ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every worker begins with some of the longest tests, so that none of them is the last; xdist gives each a part."""
+    longest = [item for item in items if item.get_closest_marker("longest")]
+    others = [item for item in items if item not in longest]
+    count = getattr(config, "workerinput", {}).get("workercount", 1)
+    part = len(items) // count
+    items[:] = []
+    for number in range(count):
+        first = longest[number::count]
+        rest = len(others) if number == count - 1 else part - len(first)
+        items += [*first, *others[:rest]]
+        del others[:rest]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -27,8 +49,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
+# Without compiled modules every process that a test starts compiles all of fedmq.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell that starts the tests in the background may ignore SIGINT; programs started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A program builds its command line once, a test each time that it calls it.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +68,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("FEDMQ_CACHE", str(folder))
     yield folder
     patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_are_forked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked_programs.Popen)
+        yield
+
+
+@pytest.fixture
+def own_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that a test starts are not forked: each has an interpreter of its own."""
+    monkeypatch.setattr(subprocess, "Popen", forked_programs.Popen.__base__)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,32 @@ def matconvnet(path: Path, *, old: bool = False) -> Path:
     about = {"normalization": normalization} if old else {"meta": {"normalization": normalization}}
     scipy_io.savemat(path, {"layers": layers, **about})
     return path
+
+
+# --- images in archives and tables ----------------------------------------------------------------------------------
+
+CAPTIONS = {"1": ("a dog runs", "a brown dog"), "2": ("a red car",), "3": ("two boats | at sea",)}
+
+
+def photos(folder: Path) -> dict[str, Path]:
+    """Three photos, by number."""
+    paths = {number: folder / f"{number}.png" for number in CAPTIONS}
+    for number, path in paths.items():
+        photo(path, int(number))
+    return paths
+
+
+def table(folder: Path, **more: list[Any]) -> Any:
+    """A table of the photos with their captions."""
+    arrow = pytest.importorskip("pyarrow")
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in photos(folder / "src").values()]
+    return arrow.table({"image": images, "caption": list(map(list, CAPTIONS.values())), **more})
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes, **about: Any) -> None:
+    """Add a file to an archive."""
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in about.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(content))

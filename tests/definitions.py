@@ -23,7 +23,6 @@ from fedmq.evaluation.label_metrics import Denominator, Empty
 Floats = npt.NDArray[np.floating[Any]]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
-Ties = Literal["stable", "best", "worst"]
 
 
 def owners(captions: Array) -> I64:
@@ -53,27 +52,15 @@ def relevance(query_labels: Array, database_labels: Array) -> F64:
     return (q @ b.T > 0).astype(np.float64)
 
 
-def ranking(distance: Floats, relevant: Floats | None = None, ties: Ties = "stable") -> I64:
-    """Database indices in ranked order [Q, N].
-
-    Args:
-        distance: [Q, N].
-        relevant: 0/1 [Q, N], only for ``best`` and ``worst``.
-        ties: ``stable`` by index; ``best`` relevant first; ``worst`` relevant last.
-    """
-    if ties == "stable":
-        return np.argsort(distance, axis=1, kind="stable")
-    if relevant is None:
-        raise ValueError(f"ties {ties!r} needs the relevance")
-    second = -relevant if ties == "best" else relevant
-    return np.stack([np.lexsort((second[i], distance[i])) for i in range(len(distance))])
+def ranking(distance: Floats) -> I64:
+    """Database indices of distances [Q, N] in ranked order [Q, N], ties by index."""
+    return np.argsort(distance, axis=1, kind="stable")
 
 
 def average_precision(
     distance: Floats,
     relevant: Floats,
     cutoff: int | None = None,
-    ties: Ties = "stable",
     denominator: Denominator = "retrieved",
 ) -> F64:
     """AP of each query [Q]: sum_j precision(j) rel_j / denominator over the first ``cutoff`` of the ranked list.
@@ -82,11 +69,10 @@ def average_precision(
         distance: [Q, N].
         relevant: 0/1 [Q, N].
         cutoff: R; None is the whole list.
-        ties: see :func:`ranking`.
         denominator: ``retrieved`` relevant items among the first R (all public hashing code); ``total`` all relevant
             items; ``min`` the smaller of R and total.
     """
-    top = np.take_along_axis(relevant, ranking(distance, relevant, ties), axis=1)[:, :cutoff]
+    top = np.take_along_axis(relevant, ranking(distance), axis=1)[:, :cutoff]
     hits = top.cumsum(axis=1)
     summed = (hits / np.arange(1, top.shape[1] + 1) * top).sum(axis=1)
     total = relevant.sum(axis=1)
@@ -125,12 +111,11 @@ def mean_ap(
     relevant: Floats,
     cutoff: int | None = None,
     *,
-    ties: Ties = "stable",
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
 ) -> float:
     """Mean AP, or mAP@R; arguments as in :func:`average_precision`; ``empty`` is zero as in public code."""
-    return _mean_over_queries(average_precision(distance, relevant, cutoff, ties, denominator), relevant, empty)
+    return _mean_over_queries(average_precision(distance, relevant, cutoff, denominator), relevant, empty)
 
 
 def mean_expected_ap(distance: Floats, relevant: Floats, empty: Empty = "zero") -> float:
@@ -139,24 +124,16 @@ def mean_expected_ap(distance: Floats, relevant: Floats, empty: Empty = "zero") 
 
 
 # --------------------------------------------------------------------------- NDCG, precision, recall, curves
-def ndcg(
-    distance: Floats,
-    gains: Floats,
-    n: int,
-    *,
-    ideal: Literal["full", "retrieved"] = "full",
-    form: Literal["exp", "linear"] = "exp",
-) -> float:
-    """NDCG@n: DCG = sum_i g_i / log2(i + 1), over queries; 0 for a query without any gain.
+def ndcg(distance: Floats, gains: Floats, n: int, *, ideal: Literal["full", "retrieved"] = "full") -> float:
+    """NDCG@n: DCG = sum_i (2^rel_i - 1) / log2(i + 1), over queries; 0 for a query without any gain.
 
     Args:
         distance: [Q, N].
-        gains: graded relevance [Q, N].
+        gains: relevance [Q, N].
         n: cut-off.
         ideal: the ideal list taken from the whole database, or the retrieved n reordered.
-        form: g = 2^rel - 1, or rel itself.
     """
-    g = 2.0**gains - 1 if form == "exp" else np.asarray(gains, dtype=np.float64)
+    g = 2.0**gains - 1
     got = np.take_along_axis(g, ranking(distance), axis=1)[:, :n]
     best = np.sort(g if ideal == "full" else got, axis=1)[:, ::-1][:, :n]
     discount = 1 / np.log2(np.arange(2, got.shape[1] + 2))
@@ -212,11 +189,6 @@ def assign(partition: Partition, silos: int, groups: I64, seed: int) -> list[I64
     return deal(plan(partition, silos, groups, seed), groups)
 
 
-def dirichlet_moments(alpha: float, n: int) -> F64:
-    """Mean and variance of one coordinate of a symmetric Dirichlet over ``n``."""
-    return np.array([1 / n, (1 / n) * (1 - 1 / n) / (n * alpha + 1)])
-
-
 def js_divergence(p: F64, q: F64) -> float:
     """Jensen-Shannon divergence of two distributions [C], in nats."""
     middle = (p + q) / 2
@@ -228,33 +200,15 @@ def js_divergence(p: F64, q: F64) -> float:
     return (kl(p) + kl(q)) / 2
 
 
-def partition_statistics(counts: I64) -> dict[str, Any]:
-    """Summary of a partition from its counts [C, K]: sizes and how far apart the silos' label distributions are.
-
-    Returns:
-        ``size`` [K]; ``size_std``; ``js_mean``, ``js_std`` (nats) and ``js_mean_bits`` over pairs of silos;
-        ``eff_classes``, the mean exponential of the entropy; ``tv_mean``, the mean total variation from the whole;
-        ``held`` [K], classes present. Empty silos are left out of the means.
-    """
+def mean_js_divergence(counts: I64) -> float:
+    """Mean Jensen-Shannon divergence of the pairs of silos' label distributions, from counts [C, K], in nats."""
     size = counts.sum(axis=0)
     rows = (counts / np.maximum(size, 1)).T[size > 0]
-    whole = counts.sum(axis=1) / max(1, counts.sum())
-    pairs = np.array([js_divergence(a, b) for a, b in combinations(rows, 2)] or [0.0])
-    entropies = np.array([-(row[row > 0] * np.log(row[row > 0])).sum() for row in rows])
-    return {
-        "size": size,
-        "size_std": float(size.std()),
-        "js_mean": float(pairs.mean()),
-        "js_std": float(pairs.std()),
-        "js_mean_bits": float(pairs.mean() / np.log(2)),
-        "eff_classes": float(np.exp(entropies).mean()),
-        "tv_mean": float((0.5 * np.abs(rows - whole).sum(axis=1)).mean()),
-        "held": (counts > 0).sum(axis=0),
-    }
+    return float(np.mean([js_divergence(a, b) for a, b in combinations(rows, 2)] or [0.0]))
 
 
 def group_counts(groups: I64, shares: Sequence[I64]) -> I64:
-    """Counts [G, K] of each group in each silo dataset, for :func:`partition_statistics`."""
+    """Counts [G, K] of each group in each silo dataset."""
     count = int(groups.max()) + 1
     return np.stack([np.bincount(groups[share], minlength=count) for share in shares], axis=1)
 

@@ -1,4 +1,7 @@
-"""Kinds of files of frozen encoders, and what a run reads of them."""
+"""Kinds of files of frozen encoders, and what a run reads of them.
+
+Libraries of encoders take seconds to import, so the functions import what they use.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,9 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import timm
 import torch
-import transformers
 
 from fedmq.config.scenario import Backbone
-from fedmq.encoders import clip, clip_weights, matconvnet, sentences, timm_images
 from fedmq.errors import InputError, RunError
 from tests.damaged_files import Kind, files_of
 from tests.data_set_folders import matconvnet as matconvnet_file
@@ -36,6 +36,8 @@ _TEXTS = ("a red dog", "a dog", "", "x")
 
 # --- CLIP and MatConvNet --------------------------------------------------------------------------------------------
 def _clip(weights: str, folder: Path) -> None:
+    from fedmq.encoders import clip_weights
+
     path = folder / "model.json"
     path.write_text(json.dumps(_CLIP))
     state = clip_weights._full_model(Backbone(name=str(path)), clip_weights.config_of(str(path)), 0).state_dict()
@@ -47,12 +49,16 @@ def _save(state: Any, path: Path) -> None:
 
 
 def _read_clip(weights: str, folder: Path) -> None:
+    from fedmq.encoders import clip_weights
+
     backbone = Backbone(name=str(folder / "model.json"), pretrained=str(folder / weights))
     clip_weights.weights(backbone, 0, folder / "cache")
 
 
 def _towers(folder: Path) -> None:
     """The towers of a model without weights, as in the cache."""
+    from fedmq.encoders import clip_weights
+
     path = folder / "model.json"
     path.write_text(json.dumps(_CLIP))
     clip_weights.weights(Backbone(name=str(path)), 0, folder / "cache").folder.rename(folder / "towers")
@@ -60,6 +66,8 @@ def _towers(folder: Path) -> None:
 
 def _read_towers(folder: Path) -> None:
     """What a silo reads of the cache; an error says which folder to delete."""
+    from fedmq.encoders import clip, clip_weights
+
     path = folder / "model.json"
     path.write_text(json.dumps(_CLIP))
     stored = clip_weights.Weights(folder / "towers", str(path), _CLIP, (0.5,) * 3, (0.5,) * 3)
@@ -72,16 +80,22 @@ def _read_towers(folder: Path) -> None:
 
 
 def _read_matconvnet(folder: Path) -> None:
+    from fedmq.encoders import matconvnet
+
     matconvnet.load(Backbone(name="matconvnet", pretrained=str(folder / "net.mat")), "cpu")
 
 
 # --- timm -----------------------------------------------------------------------------------------------------------
 def _timm(weights: str, folder: Path) -> None:
+    import timm
+
     state = timm.create_model("test_resnet", num_classes=3).state_dict()
     _save({"state_dict": state} if weights.endswith(".pt") else state, folder / weights)
 
 
 def _read_timm(weights: str, folder: Path) -> None:
+    from fedmq.encoders import timm_images
+
     backbone = Backbone(name="timm:test_resnet", pretrained=str(folder / weights))
     timm_images.weights_digest(backbone, 0, folder / "cache")
     model, how = timm_images.load(backbone, 0, "cpu")
@@ -92,14 +106,15 @@ def _read_timm(weights: str, folder: Path) -> None:
 # --- sentences ------------------------------------------------------------------------------------------------------
 def _sentences(folder: Path) -> None:
     """A BERT of one layer, as transformers saves it, and the same as the first of several modules."""
+    import transformers
+    from sentence_transformers import SentenceTransformer
+
     bare = folder / "bare"
     bare.mkdir()
     with torch.random.fork_rng():
         (bare / "vocab.txt").write_text("\n".join(_WORDS))
         transformers.BertTokenizerFast(vocab_file=str(bare / "vocab.txt")).save_pretrained(bare)
         transformers.BertModel(transformers.BertConfig(**_BERT)).save_pretrained(bare, safe_serialization=True)
-        from sentence_transformers import SentenceTransformer
-
         models: Any = importlib.import_module("sentence_transformers.models")
         more = (models.Pooling(8, "mean"), models.Dense(8, 6), models.Normalize())
         SentenceTransformer(modules=[models.Transformer(str(bare)), *more], device="cpu").save(str(folder / "all"))
@@ -109,6 +124,8 @@ def _sentences(folder: Path) -> None:
 
 def _read_sentences(name: str, folder: Path) -> None:
     """What preparing data computes; a second process computes the same."""
+    from fedmq.encoders import sentences
+
     folder = folder / name
     assert sentences.weights_digest(folder)
     with torch.random.fork_rng():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import tarfile
@@ -12,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import av
-import h5py  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import safetensors.numpy
-import scipy.io
 import torch
 from PIL import Image
-from rich.console import Console
 
 import protocols  # noqa: F401 - registers the objectives
 from fedmq.audit.heads import check_expected
@@ -34,10 +32,10 @@ from fedmq.data.readers.arrays import read_arrays
 from fedmq.data.readers.features import read_features
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.images import video_frames
-from fedmq.experiments import spec_file, tune_file
-from fedmq.federation.preflight.data import check_raw
+from fedmq.experiments import files
+from fedmq.launch.data_check import check_raw
 from fedmq.models.build import build_towers
-from fedmq.retrieval.gallery import Gallery, GalleryMeta, open_gallery
+from fedmq.retrieval.gallery import GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
 from fedmq.runs.release import ReleaseConfig, ReleasedInputs, sign_model, verify_model
@@ -46,6 +44,7 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from tests import data_set_folders
+from tests.array_files import saved
 from tests.damaged_files import Folder, Kind, files_of
 from tests.encoder_file_kinds import ENCODER_KINDS
 from tests.result_file_kinds import RESULT_KINDS
@@ -106,20 +105,22 @@ def _arrays() -> dict[str, Any]:
         "text": generator.normal(size=(12, 3, 5)).astype(np.float32),
         "labels": np.arange(12) % 3,
         "captions": np.array([1, 2, 3] * 4),
+        "keys": np.array([f"k{row}" for row in range(12)]),
         "split": np.array([0] * 8 + [1, 2, 2, 2]),
     }
 
 
-def _npz(*, compressed: bool) -> Folder:
-    file = io.BytesIO()
-    (np.savez_compressed if compressed else np.savez)(
-        file, **_arrays(), keys=np.array([f"k{row}" for row in range(12)])
-    )
-    return {"f.npz": file.getvalue()}
+def _file(name: str, arrays: Callable[[], dict[str, Any]]) -> Folder:
+    return files_of(lambda folder: saved(folder / name, arrays()))
 
 
 def _safetensors() -> Folder:
-    return {"f.safetensors": safetensors.numpy.save(_arrays(), {"label_names": json.dumps(["a", "b", "c"])})}
+    return {
+        "f.safetensors": safetensors.numpy.save(
+            {name: value for name, value in _arrays().items() if name != "keys"},
+            {"label_names": json.dumps(["a", "b", "c"])},
+        )
+    }
 
 
 def _parts() -> dict[str, Any]:
@@ -130,26 +131,6 @@ def _parts() -> dict[str, Any]:
 def _pixels() -> dict[str, Any]:
     pixels = numpy_generator(0, "fuzz", "pixels").integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
     return {"IAll": pixels, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
-
-
-def _mat(arrays: Callable[[], dict[str, Any]], *, compressed: bool = False) -> Folder:
-    file = io.BytesIO()
-    scipy.io.savemat(file, arrays(), do_compression=compressed)
-    return {"f.mat": file.getvalue()}
-
-
-def _hdf5(arrays: Callable[[], dict[str, Any]]) -> Folder:
-    file = io.BytesIO()
-    with h5py.File(file, "w") as opened:
-        for name, value in arrays().items():
-            opened[name] = value
-    return {"f.h5": file.getvalue()}
-
-
-def _npz_parts() -> Folder:
-    file = io.BytesIO()
-    np.savez(file, **_parts())
-    return {"f.npz": file.getvalue()}
 
 
 def _read_parts(name: str, folder: Path) -> object:
@@ -249,12 +230,10 @@ def _table() -> pyarrow.Table:
     return pyarrow.table({"image": images, "captions": [[f"a {row}", "b"] for row in rows], **more})
 
 
-def _parquet(*, paths: bool = False) -> Folder:
-    file, table = io.BytesIO(), _table()
-    if paths:
-        table = table.set_column(0, "image", pyarrow.array([f"{row}.png" for row in range(len(table))]))
-    pyarrow.parquet.write_table(table, file, row_group_size=3)
-    return {"t.parquet": file.getvalue(), **(_photos(len(table)) if paths else {})}
+def _parquet() -> Folder:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(_table(), file, row_group_size=3)
+    return {"t.parquet": file.getvalue()}
 
 
 def _arrow() -> Folder:
@@ -284,7 +263,8 @@ def _published(name: str, write: Callable[[Path], object]) -> Kind:
 def _check(name: str, file: str, folder: Path) -> object:
     """What ``fedmq data check`` does, which decodes every image."""
     facts = check_raw(Data(name=name, path=folder / file))
-    show_data(facts, Console(file=io.StringIO(), width=100))
+    with contextlib.redirect_stdout(io.StringIO()):
+        show_data(facts)
     json.dumps(facts.to_plain())
     return facts
 
@@ -356,7 +336,8 @@ def _gallery(folder: Path) -> None:
     keys = [f"k{row}" for row in range(5)]
     meta = GalleryMeta(format=1, model_digest=_MODEL, binary=False, dim=6, items=5, captions=9)
     owner = np.array([0, 0, 1, 2, 2, 3, 3, 4, 4])
-    np.savez(Gallery(folder, meta).vectors, owner=owner, keys=np.array(keys), image=image, text=text)
+    for name, array in {"owner": owner, "image": image, "text": text}.items():
+        np.save(folder / f"{name}.npy", array)
     (folder / "items.json").write_text(json.dumps({"keys": keys, "captions": [["a", "b"]] * 5}))
     write_json(folder / "gallery.json", meta.plain())
 
@@ -370,15 +351,12 @@ def _search(folder: Path) -> object:
 
 def _kinds() -> dict[str, Kind]:
     return {
-        "npz": Kind(partial(_npz, compressed=False), lambda folder: read_features(folder / "f.npz")),
-        "compressed npz": Kind(partial(_npz, compressed=True), lambda folder: read_features(folder / "f.npz")),
+        "npz": Kind(partial(_file, "f.npz", _arrays), lambda folder: read_features(folder / "f.npz")),
         "safetensors": Kind(_safetensors, lambda folder: read_features(folder / "f.safetensors")),
-        "mat": Kind(partial(_mat, _parts), partial(_read_parts, "f.mat")),
-        "compressed mat": Kind(partial(_mat, _parts, compressed=True), partial(_read_parts, "f.mat")),
-        "hdf5": Kind(partial(_hdf5, _parts), partial(_read_parts, "f.h5")),
-        "arrays in npz": Kind(_npz_parts, partial(_read_parts, "f.npz")),
-        "pixels in mat": Kind(partial(_mat, _pixels), partial(_check, "mirflickr", "f.mat")),
-        "pixels in hdf5": Kind(partial(_hdf5, _pixels), partial(_check, "mirflickr", "f.h5")),
+        "mat": Kind(partial(_file, "f.mat", _parts), partial(_read_parts, "f.mat")),
+        "hdf5": Kind(partial(_file, "f.h5", _parts), partial(_read_parts, "f.h5")),
+        "pixels in mat": Kind(partial(_file, "f.mat", _pixels), partial(_check, "mirflickr", "f.mat")),
+        "pixels in hdf5": Kind(partial(_file, "f.h5", _pixels), partial(_check, "mirflickr", "f.h5")),
         "csv": Kind(_csv, partial(_check, "manifest", "list.csv")),
         "jsonl": Kind(_jsonl, partial(_check, "manifest", "list.jsonl")),
         "open_clip": Kind(_open_clip, partial(_check, "manifest", "list.csv")),
@@ -388,7 +366,6 @@ def _kinds() -> dict[str, Kind]:
         "pictures of other formats": Kind(_other_images, partial(_check, "manifest", "list.csv")),
         "videos": Kind(_videos, _read_videos),
         "parquet": Kind(_parquet, partial(_check, "parquet", "t.parquet")),
-        "parquet with paths": Kind(partial(_parquet, paths=True), partial(_check, "parquet", "t.parquet")),
         "arrow": Kind(_arrow, partial(_check, "parquet", "t.arrow")),
         "webdataset": Kind(_tar, partial(_check, "webdataset", "00000.tar")),
         "flickr8k": _published("flickr8k", data_set_folders.flickr8k_release),
@@ -407,10 +384,11 @@ def _kinds() -> dict[str, Kind]:
         "policy": Kind(partial(_yaml, "policy.yaml", _POLICY), lambda folder: read_policy(folder / "policy.yaml")),
         "comparison": Kind(
             partial(_yaml, "compare.yaml", _COMPARISON, with_scenario=True),
-            lambda folder: spec_file.read(folder / "compare.yaml"),
+            lambda folder: files.read_comparison(folder / "compare.yaml"),
         ),
         "tuning": Kind(
-            partial(_yaml, "tune.yaml", _TUNE, with_scenario=True), lambda folder: tune_file.read(folder / "tune.yaml")
+            partial(_yaml, "tune.yaml", _TUNE, with_scenario=True),
+            lambda folder: files.read_search(folder / "tune.yaml"),
         ),
         "keys": Kind(partial(files_of, _keys), _read_keys),
         "own Python file": Kind(_own_file, lambda folder: plug_ins.adopt(folder / "mine.py")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.events import DiscardReason
+from coordinator.round_events import DiscardReason
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, TimelineRecord, read_log

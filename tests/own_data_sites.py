@@ -137,7 +137,7 @@ class Sites:
     def silo_here(self, index: int) -> threading.Thread:
         """Start a silo as a thread of this process, which saves its imports."""
         folder, run = self.root / HOSPITALS[index], resolved_file(self.scenario, list(self.settings), manual=True)
-        place = (f"silo-{index:02d}", self.uri, folder / "keys", folder / "run")
+        place = (f"silo-{index:02d}", self.uri, folder / "keys", folder / "run" / run.id)
         arguments = SiloArguments(run, *place, site=read_site(folder / "silo.yaml"))
         thread = threading.Thread(target=run_silo, args=(arguments,), daemon=True)
         thread.start()
@@ -156,7 +156,7 @@ class Sites:
 
     def collect_logs(self) -> None:
         """Copy the silos' message logs into the coordinator's run folder, as an auditor does."""
-        for log in self.root.glob("*/run/messages/silo-*.jsonl"):
+        for log in self.root.glob("*/run/*/messages/silo-*.jsonl"):
             (self.run / "messages" / log.name).write_bytes(log.read_bytes())
 
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 EXTENDING = sorted((ROOT / "docs" / "howto" / "extend").glob("*.md"))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,13 @@ def objects() -> Any:
     return np.array([object()])
 
 
+def multiplied(path: str) -> list[float]:
+    """A vector in a file, multiplied by one by torch."""
+    torch = importlib.import_module("torch")
+    product = torch.from_numpy(np.load(path)).double()[None] @ torch.eye(3, dtype=torch.float64)
+    return [float(value) for value in product[0]]
+
+
 def fails() -> None:
     """Fail with a message of two lines."""
     raise ValueError("broken\nin many ways")
@@ -45,6 +54,7 @@ def crashes() -> None:
 
 def leaves() -> None:
     """End the process."""
+    print("no such table", file=sys.stderr, flush=True)
     os._exit(9)
 
 

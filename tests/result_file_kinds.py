@@ -25,7 +25,7 @@ from fedmq.retrieval import report_data
 from fedmq.retrieval.model_export import export_hub
 from fedmq.retrieval.released_model import open_model, open_release
 from fedmq.runs import results, tables
-from fedmq.runs.report import run_report, side_by_side
+from fedmq.runs.report import run_report
 from fedmq.runs.report.logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.keys import passphrase_in
@@ -55,7 +55,7 @@ def _read_results(folder: Path) -> None:
     """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
     run = open_run(folder)
     run_report.write(run, {}, read_logs(run, damaged=False))
-    side_by_side.write([run, run], folder / "both.html")
+    run_report.write_side_by_side([run, run], folder / "both.html")
     found = results.read(run)
     for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):
         with contextlib.suppress(InputError):

@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator import handshakes
 from coordinator import sessions as rosters
-from coordinator.admission import Admission, OwnDataAdmission, SimulatedAdmission
-from coordinator.handshakes import Inquiries
+from coordinator.data_admission import Admission, OwnDataAdmission, SimulatedAdmission
 from coordinator.peers import Ready, Unusable
 from coordinator.sessions import Roster
+from coordinator.status import Inquiries
 from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.data.splits import SPLITS
@@ -33,20 +33,20 @@ from fedmq.wire.codec import BytesLike
 from fedmq.wire.handshake import SIGNATURE_BYTES, Initiated, complete, initiate
 from fedmq.wire.key_agreement import MOST_REKEYS_ANSWERED, Ephemeral, Rekeying, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
+from fedmq.wire.limits import PER_MINUTE, UNKNOWN
 from fedmq.wire.log_records import HandshakeRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import DataStatement
-from fedmq.wire.refusals import PER_MINUTE, UNKNOWN
 from fedmq.wire.sessions import Session
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from tests.damaged_frames import damaged_body, damaged_bytes, damaged_msgpack, golden_messages
+from tests.waiting import memory_uri
 
 RUN = "golden-1"
 #: Frames of an exchange.
 EXCHANGE = 500
-_URI = "memory://fuzz-roster"
 _SILOS = ("silo-00", "silo-01")
 _MAX_BODY = 1 << 20
 #: What a silo has to state about its data.
@@ -96,7 +96,7 @@ class RosterSenders:
         self._identities = {name: load_identity(root / "keys", name) for name in (COORDINATOR, *_SILOS)}
         self._strangers = [Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "stranger")]
         self._messages, self._ephemeral = golden_messages(), Ephemeral.generate()
-        self._listener = listen(_URI)
+        self._listener = listen(memory_uri())
         self._kinds: dict[str, Callable[[random.Random, _Line], Frames]] = {
             "hello": self._hello,
             "copy": self._copy,
@@ -133,7 +133,7 @@ class RosterSenders:
         )  # fmt: skip
         self.roster.inquiries = Inquiries(RUN, _SILOS, 10, self.clock, log, admission)
         self._steady = draw.random() < 0.5
-        self._lines = [_Line(connect(_URI)) for _ in range(2 if self._steady else 6)]
+        self._lines = [_Line(connect(self._listener.uri)) for _ in range(2 if self._steady else 6)]
         self._hellos: list[tuple[tuple[bytes, bytes], Initiated]] = []
         self._pace = draw.choice([0.0001, 0.003, 0.02])
         self._lost = draw.choice([0.0, 0.2, 1.0])
@@ -161,7 +161,7 @@ class RosterSenders:
         if draw.random() < 0.01 and not self._steady:
             at = draw.randrange(len(self._lines))
             self._lines[at].connection.close()
-            self._lines[at] = _Line(connect(_URI))
+            self._lines[at] = _Line(connect(self._listener.uri))
 
     def _pass(self, line: _Line, frames: Frames) -> None:
         """Send frames, have the roster take them, and process its answers.

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -20,17 +19,15 @@ import numpy as np
 import yaml
 
 import protocols
-from coordinator.admission import OwnDataAdmission
+from coordinator.data_admission import OwnDataAdmission
 from coordinator.peers import InProcessPeers
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.rounds import Phase
-from fedmq.audit import heads as time_stamp
-from fedmq.audit.heads import StampError
 from fedmq.cli import operate
 from fedmq.config.resolve import ResolvedRun, Source, load, read, resolve
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError, RunError
-from fedmq.experiments import process_pool, tune_file, tuning
+from fedmq.experiments import files, process_pool, tuning
 from fedmq.experiments.runner import Workplace
 from fedmq.launch import remote_peer
 from fedmq.launch.supervisor import inline_peers
@@ -259,7 +256,7 @@ def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
     search = {"training.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}, "training.batch_size": [4, 8]}
     spec = {"tune": str(scenario_file()), "search": search, "trials": trials, "rounds": 1, "batch": 2, "startup": 2}
     file.write_text(yaml.safe_dump(spec))
-    plan = tune_file.plan_of(file, tune_file.read(file), _resolve_trial)
+    plan = files.plan_search(file, files.read_search(file), _resolve_trial)
     place = Workplace(folder / "runs", _resolve_trial, lambda _: "", False, 2)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: lambda: stopped)
 
@@ -280,52 +277,6 @@ def _read_search(folder: Path) -> None:
     """``fedmq tune`` with two more trials, stopped before it starts a run."""
     for trial in _tune(folder, 4, stopped=True).trials:
         assert trial.values.keys() == {"training.learning_rate", "training.batch_size"}, f"accepted {trial}"
-
-
-# --- time stamps ----------------------------------------------------------------------------------------------------
-_TSA = """[tsa]
-dir={0}
-serial={0}/serial
-crypto_device=builtin
-signer_cert={0}/tsa.pem
-signer_key={0}/tsa.key
-signer_digest=sha256
-default_policy=1.2.3.4
-digests=sha256,sha384,sha512
-certs={0}/ca.pem
-"""
-
-
-@cache
-def _stamp() -> Folder:
-    """Heads, their time stamp by an authority made here, and the authority's root certificate."""
-
-    def make(here: Path) -> None:
-        def openssl(*arguments: str) -> None:
-            subprocess.run(["openssl", *arguments], cwd=here, check=True, capture_output=True, timeout=60)
-
-        new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=CA", "-days", "2")
-        openssl("req", *new, "-keyout", "tsa.key", "-out", "tsa.csr", "-subj", "/CN=TSA")
-        (here / "ext").write_text("keyUsage=critical,digitalSignature\nextendedKeyUsage=critical,timeStamping\n")
-        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "ext")
-        openssl("x509", "-req", "-in", "tsa.csr", "-out", "tsa.pem", *sign)
-        (here / "serial").write_text("01\n")
-        (here / "tsa.cnf").write_text(_TSA.format(here))
-        (here / "heads.json").write_text('{"heads": {}, "run": "fuzz"}')
-        openssl("ts", "-query", "-data", "heads.json", "-sha512", "-cert", "-out", "query")
-        made = ("-section", "tsa", "-queryfile", "query", "-out", "heads.json.tsr")
-        openssl("ts", "-reply", "-config", "tsa.cnf", *made)
-
-    return files_of(make, "heads.json", "heads.json.tsr", "ca.pem")
-
-
-def _read_stamp(folder: Path) -> None:
-    """``fedmq audit --expect HEADS --stamp-ca CA``, which reports a stamp that proves nothing as a finding."""
-    with contextlib.suppress(StampError):
-        time_stamp.verified(folder / "heads.json", folder / "ca.pem")
-        for each in ("heads.json",):
-            assert (folder / each).read_bytes() == _stamp()[each], f"accepted other {each}"
 
 
 # --- clusters -------------------------------------------------------------------------------------------------------
@@ -383,7 +334,6 @@ RUN_KINDS: Mapping[str, Kind] = {
     "metrics of a resumed run": _resumed(partial(_part, "metrics.jsonl")),
     "log of a resumed run": _resumed(partial(_part, "messages/")),
     "search": Kind(_searched, _read_search),
-    "time stamp": Kind(_stamp, _read_stamp),
     "task of a cluster": Kind(_peer_task, _read_task),
     "result of a cluster": Kind(_ended, _read_ended),
     "files of a cluster": Kind(_sent_files, _read_sent_files),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
+import math
 import os
 import random
 from collections import deque
@@ -25,6 +26,8 @@ COORDINATOR = "coordinator"
 _BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 #: Simulated time that a message takes, shortest and longest [s].
 _TRAVEL = (0.002, 0.02)
+#: Simulated time [s] and steps without a merge after which a run counts as stuck.
+_MOST_SECONDS, _MOST_STEPS = 1000.0, 100_000
 
 
 class Killed(BaseException):
@@ -54,19 +57,23 @@ class Weather:
 
 @dataclass(frozen=True)
 class DiskFault:
-    """A write, counted per process over all its lives, at which the process dies or its disk is full.
+    """A write, counted per process and kind over all its lives, at which the process dies or its disk is full.
 
     Args:
         process: name of the process.
+        kind: kind of the file: ``log``, ``metrics``, ``checkpoint``, or ``state`` of a silo.
         write: number of the write.
         dies: whether the process dies within the write, or else gets an error.
         share: share of the bytes of the write that reach the disk.
+        times: number of writes in a row that fail.
     """
 
     process: str
+    kind: str
     write: int
     dies: bool
     share: float
+    times: int = 1
 
 
 @dataclass
@@ -77,17 +84,23 @@ class World:
         chance: the source of all randomness.
         weather: what happens to messages.
         disk: the faults of writes.
-        longest: simulated time after which a run counts as stuck [s].
+        stuck: says who waits for what.
+
+    Attributes:
+        progress_at: time of the last merge [s].
+        steps: looks at the clock and acts of processes since then.
     """
 
     chance: random.Random
     weather: Weather = field(default_factory=Weather)
     disk: tuple[DiskFault, ...] = ()
-    longest: float = 20_000.0
+    stuck: Callable[[], str] = lambda: ""
     now: float = 0.0
+    progress_at: float = 0.0
+    steps: int = 0
     step_s: float = 0.0
     acting: str = COORDINATOR
-    writes: dict[str, int] = field(default_factory=dict)
+    writes: dict[tuple[str, str], int] = field(default_factory=dict)
     struck: list[str] = field(default_factory=list)
     dying: Callable[[], None] = lambda: None
     listener: SimulatedListener | None = None
@@ -108,13 +121,21 @@ class World:
 
     def pass_until(self, time: float, enough: Callable[[], object] = lambda: False) -> None:
         """Let time pass up to ``time`` [s], or until a condition holds."""
+        self.watch()
         while not enough() and self._due and self._due[0][0] <= time:
             self.now, _, actor, act = heapq.heappop(self._due)
-            assert self.now < self.longest, "the run is stuck"
+            self.watch()
             with self.as_process(actor):
                 act()
         if not enough():
             self.now = max(self.now, time)
+
+    def watch(self) -> None:
+        """Fail if too much has happened since the last merge."""
+        self.steps += 1
+        seconds = self.now - self.progress_at
+        assert seconds < _MOST_SECONDS, f"no merge for {seconds:.0f} s; {self.stuck()}"
+        assert self.steps < _MOST_STEPS, f"no merge in {self.steps} steps; {self.stuck()}"
 
     @contextmanager
     def as_process(self, actor: str) -> Iterator[None]:
@@ -158,18 +179,21 @@ class World:
                 self._arrivals[way] = arrival
             self.at(arrival, self.acting, lambda: deliver([memoryview(frame) for frame in content]))
 
-    def write(self, size: int, begin: Callable[[int], None]) -> None:
+    def write(self, kind: str, size: int, begin: Callable[[int], None]) -> None:
         """Count a write of a process; a fault of the disk has it die or fail in the middle.
 
         Args:
+            kind: kind of the file.
             size: bytes to be written.
             begin: writes the first so many bytes.
         """
-        number = self.writes[self.acting] = self.writes.get(self.acting, 0) + 1
+        who = self.acting, kind
+        number = self.writes[who] = self.writes.get(who, 0) + 1
         for fault in self.disk:
-            if (fault.process, fault.write) == (self.acting, number):
+            if (fault.process, fault.kind) == who and fault.write <= number < fault.write + fault.times:
                 begin(int(size * fault.share))
-                self.struck.append(f"{self.acting} {'dies' if fault.dies else 'has a full disk'} at write {number}")
+                what = "dies" if fault.dies else "has a full disk"
+                self.struck.append(f"{self.acting} {what} at write {number} of {kind}")
                 if fault.dies:
                     self.dying()
                     raise Killed
@@ -219,7 +243,7 @@ class SimulatedListener(Listener):
             connection.connect()
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        until = self._world.longest if timeout_s is None else self._world.now + timeout_s
+        until = math.inf if timeout_s is None else self._world.now + timeout_s
         self._world.pass_until(until, lambda: self._arrived)
         return self._arrived.popleft() if self._arrived else None
 
@@ -229,7 +253,7 @@ class SimulatedListener(Listener):
             self._arrived.append((address, frames))
 
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        if peer not in self._world.connections:
+        if self._world.listener is not self or peer not in self._world.connections:
             return False
 
         def deliver(arrived: list[memoryview]) -> None:

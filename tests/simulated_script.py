@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.payloads import Delta, PartialDelta, Payload
 from tests.simulated_network import DiskFault, Weather
 
 SILOS = tuple(f"silo-0{index}" for index in range(4))
@@ -16,24 +20,27 @@ MODES = (
     ("protocol=fedavg", "aggregation={mode: buffered, buffer: 2, balance: 10}"),
     ("protocol=fedavg", "aggregation={mode: async, max_staleness: 4, balance: 4}"),
     ("protocol={name: fedper}",),
+    ("protocol={name: fedper}", "aggregation={mode: sync, on_lost: give_up, lost_after: 15}"),
 )
 
 
 @dataclass(frozen=True)
 class Act:
-    """Something that happens at a time.
+    """Something that happens at a time, or at an event of the coordinator.
 
     Args:
-        at: simulated time [s].
+        at: simulated time [s]; the number of the event of the rounds, if ``events``.
         what: name of the method of :class:`Simulation` that does it.
         silo: the process that it happens to.
         seconds: how long it lasts, or how far the clock jumps [s].
+        events: whether it happens at an event.
     """
 
     at: float
     what: str
     silo: str = ""
     seconds: float = 0.0
+    events: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Script:
         disk: faults of writes.
         acts: what happens at times.
         liars: silos that lie.
+        doublers: silos that answer each task twice, with another model the second time.
     """
 
     seed: int
@@ -55,18 +63,27 @@ class Script:
     disk: tuple[DiskFault, ...] = ()
     acts: tuple[Act, ...] = ()
     liars: frozenset[str] = frozenset()
+    doublers: frozenset[str] = frozenset()
 
     @property
     def harmless(self) -> bool:
         """Whether the model has to be that of the undisturbed run."""
-        return not self.liars and not any(act.what in ("remove_key", "replace_key") for act in self.acts)
+        changing = (
+            "remove_key",
+            "replace_key",
+            *(("kill", "leave", "freeze", "cut") if "give_up" in self.mode[-1] else ()),
+        )
+        lost = "give_up" in self.mode[-1] and bool(self.weather.until or self.disk)
+        # The first answer may be lost, and the second one merged.
+        lost |= bool(self.doublers and self.weather.until)
+        return not self.liars and not lost and not any(act.what in changing for act in self.acts)
 
     @classmethod
     def of(cls, seed: int) -> Script:
         """The script of a seed."""
         chance = random.Random(seed)
         script = cls(seed, chance.choice(MODES))
-        kinds = ["weather", "disk", "acts", "keys", "lies"]
+        kinds = ["weather", "disk", "acts", "leaves", "keys", "torn", "doubles", "lies"]
         for kind in chance.sample(kinds, chance.randint(1, 3)):
             match kind:
                 case "weather":
@@ -74,12 +91,23 @@ class Script:
                 case "disk":
                     script = replace(script, disk=_disk(chance))
                 case "acts":
-                    script = replace(script, acts=script.acts + _acts(chance))
+                    whats = ("kill", "kill", "kill_coordinator", "stop_coordinator", "cut", "shift_clock", "freeze")
+                    script = script.with_acts(_act(chance, chance.choice(whats)) for _ in range(chance.randint(1, 6)))
+                case "leaves":
+                    script = script.with_acts(_act(chance, "leave") for _ in range(chance.randint(1, 2)))
                 case "keys":
-                    script = replace(script, acts=script.acts + _keys(chance))
+                    script = script.with_acts(_keys(chance))
+                case "torn":
+                    script = script.with_acts(_act(chance, "tear_checkpoint") for _ in range(chance.randint(1, 2)))
+                case "doubles":
+                    script = replace(script, doublers=frozenset(chance.sample(SILOS, chance.randint(1, len(SILOS)))))
                 case "lies":
                     script = replace(script, liars=frozenset({chance.choice(SILOS)}))
         return script
+
+    def with_acts(self, acts: Iterable[Act]) -> Script:
+        """The script with more acts."""
+        return replace(self, acts=(*self.acts, *acts))
 
 
 def _weather(chance: random.Random) -> Weather:
@@ -87,29 +115,38 @@ def _weather(chance: random.Random) -> Weather:
     return Weather(chance.uniform(5, 120), *shares, latest=chance.choice((0.5, 8.0, 40.0)))
 
 
+#: Number of writes of each kind in a run, about.
+_WRITES = {"log": 400, "metrics": 6, "checkpoint": 16, "state": 4}
+
+
 def _disk(chance: random.Random) -> tuple[DiskFault, ...]:
-    processes = [*[COORDINATOR] * 5, *SILOS, EVALUATOR]
-    return tuple(
-        DiskFault(chance.choice(processes), int(10 ** chance.uniform(0, 2.6)), chance.random() < 0.6, chance.random())
-        for _ in range(chance.randint(1, 6))
-    )
+    places = [(name, kind) for name in SILOS for kind in ("log", "state", "state")]
+    places += [(COORDINATOR, kind) for kind in ("log", "metrics", "checkpoint", "checkpoint") for _ in range(4)]
+    faults = []
+    for name, kind in chance.choices([*places, (EVALUATOR, "log")], k=chance.randint(1, 5)):
+        write, dies = int(_WRITES[kind] ** chance.random()), chance.random() < 0.6
+        faults.append(DiskFault(name, kind, write, dies, chance.random(), 1 if dies else chance.choice((1, 1, 4))))
+    return tuple(faults)
 
 
-def _acts(chance: random.Random) -> tuple[Act, ...]:
-    whats = ("kill", "kill", "kill_coordinator", "stop_coordinator", "cut", "shift_clock", "freeze")
-    return tuple(
-        Act(
-            10 ** chance.uniform(-1, 1.7),
-            chance.choice(whats),
-            chance.choice((*SILOS, EVALUATOR)),
-            chance.choice((-7200.0, -3.0, 4.0, 50.0, 90_000.0)),
-        )
-        for _ in range(chance.randint(1, 6))
-    )
+def _act(chance: random.Random, what: str) -> Act:
+    events = chance.random() < 0.5
+    at = float(chance.randrange(40)) if events else 10 ** chance.uniform(-1, 1.7)
+    seconds = chance.choice((-7200.0, -3.0, 4.0, 50.0, 90_000.0))
+    return Act(at, what, chance.choice((*SILOS, EVALUATOR)), seconds, events)
 
 
 def _keys(chance: random.Random) -> tuple[Act, ...]:
-    silo, at = chance.choice(SILOS), 10 ** chance.uniform(-1, 1.2)
     what = chance.choice(("remove_key", "remove_key", "replace_key"))
-    again = (Act(at + chance.uniform(0.1, 20), "return_key", silo),) if chance.random() < 0.5 else ()
-    return (Act(at, what, silo), *(again if what == "remove_key" else ()))
+    act = replace(_act(chance, what), silo=chance.choice(SILOS))
+    if what == "replace_key" or chance.random() < 0.5:
+        return (act,)
+    return (act, replace(act, at=act.at + chance.uniform(1, 20), what="return_key"))
+
+
+def changed(payloads: tuple[Payload, ...], change: Callable[[np.ndarray], np.ndarray]) -> tuple[Payload, ...]:
+    """The payloads with another change of the model."""
+    return tuple(
+        replace(each, buffer=change(np.array(each.buffer))) if isinstance(each, Delta | PartialDelta) else each
+        for each in payloads
+    )

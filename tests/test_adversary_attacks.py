@@ -14,15 +14,14 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from benchmarks.attacks import ATTACKS, HOSTILE_SETTINGS, Relay, Target, free_port
+from benchmarks.attacks import ATTACKS, HOSTILE_SETTINGS, Target, free_port
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name
 from fedmq.runs.status import read_status
-from fedmq.wire import channel
 from fedmq.wire.keys import fingerprint
-from fedmq.wire.transports._connection_admission import PER_KEY, UNHEARD
+from fedmq.wire.transports._connection_admission import PER_KEY
 from fedmq.wire.transports._zeromq import ZeroMQConnection, ZeroMQListener
 from fedmq.wire.transports.base import Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.curve_keys import (
@@ -113,45 +112,6 @@ def test_a_run_under_attack_ends_with_its_digest_in_bounded_memory_and_log(
         assert not findings
 
 
-def digest_behind(relay: Relay, port: int, tiny: Path, folder: Path, seconds: float) -> str:
-    """Digest of the model of a run whose silos connect through a relay, which is closed at the end."""
-    try:
-        outcome = threaded_run.run(
-            resolved(tiny, *SETTINGS),
-            folder,
-            silos=HONEST,
-            uri=f"tcp://127.0.0.1:{port}",
-            connect_to=f"tcp://127.0.0.1:{relay.port}",
-            stop_wanted=within(seconds),
-            stop_silos=False,  # the coordinator waits at the end for silos that connect again
-        )
-    finally:
-        relay.close()
-    assert outcome.summary is not None
-    return outcome.summary.model_digest
-
-
-@pytest.mark.slow
-def test_a_relay_that_sends_copies_ahead_locks_no_silo_out(
-    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int]
-) -> None:
-    port = free_port()
-    relay = Relay(port)
-    assert digest_behind(relay, port, tiny, tmp_path, 90) == undisturbed[0]
-    assert relay.copies >= 5
-
-
-@pytest.mark.slow
-def test_silos_behind_a_relay_that_damages_their_connections_take_part_afterwards(
-    tiny: Path, tmp_path: Path, undisturbed: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel, "MUTE_SECONDS", 4.0)
-    port = free_port()
-    relay = Relay(port, damage_s=6.0)
-    assert digest_behind(relay, port, tiny, tmp_path, 120) == undisturbed[0]
-    assert relay.damaged
-
-
 # ------------------------------------------------------------------------------------------------------- admission
 def test_curve_keys_follow_from_the_ed25519_keys_and_lead_back_to_them() -> None:
     for _ in range(20):
@@ -226,23 +186,6 @@ def test_a_refused_peer_is_admitted_once_its_key_is_accepted() -> None:
     listener.close()
 
 
-@pytest.mark.slow
-def test_connections_that_send_nothing_are_closed_beyond_a_number_and_a_peer_still_gets_in() -> None:
-    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    listener = opened([peer], key)
-    port = int(listener.uri.rpartition(":")[2])
-    before = psutil.Process().num_fds()
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * UNHEARD)]
-    wait_for(lambda: psutil.Process().num_fds() - before <= 2 * UNHEARD + UNHEARD + 8)
-    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
-    connection.send((b"header", b"body"))
-    assert listener.receive(PATIENCE) is not None
-    for each in idle:
-        each.close()
-    connection.close()
-    listener.close()
-
-
 def test_a_relay_that_keeps_replaced_connections_open_uses_up_no_descriptors() -> None:
     peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     listener = opened([peer], key)
@@ -282,61 +225,6 @@ def test_a_relay_that_keeps_replaced_connections_open_uses_up_no_descriptors() -
     listener.close()
     for each in kept:
         each.close()
-
-
-def test_the_connection_of_an_expelled_peer_is_cut() -> None:
-    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    listener = opened([peer], key)
-    connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
-    connection.send((b"header", b"body"))
-    received = listener.receive(PATIENCE)
-    assert received is not None
-    assert connection.established() == 1
-    listener.cut(received[0])
-    wait_for(lambda: connection.receive(0.05) or connection.established() == 2)
-    connection.close()
-    listener.close()
-
-
-def test_a_damaged_connection_can_be_replaced() -> None:
-    """After an error of its protocol libzmq never connects again by itself."""
-    peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    listener = opened([peer], key)
-    with socket.create_server(("127.0.0.1", 0)) as relay:
-        damage = threading.Event()
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    client, _ = relay.accept()
-                    server = socket.create_connection(("127.0.0.1", int(listener.uri.rsplit(":", 1)[1])))
-                    for way in ((client, server), (server, client)):
-                        threading.Thread(target=passed, args=way, daemon=True).start()
-
-        def passed(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := bytearray(source.recv(1 << 16)):
-                    if damage.is_set():
-                        data[-1] ^= 1
-                    target.sendall(data)
-                target.shutdown(socket.SHUT_RDWR)
-
-        threading.Thread(target=serve, daemon=True).start()
-        uri = f"tcp://127.0.0.1:{relay.getsockname()[1]}"
-        connection = connect(uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
-        connection.send((b"header", b"body"))
-        received = listener.receive(PATIENCE)
-        assert received is not None
-        damage.set()
-        listener.send(received[0], (b"header", b"body"))
-        wait_for(lambda: not connection.send((b"header", b"body")))
-        assert not connection.send((b"header", b"body"), 0.3)
-        damage.clear()
-        connection.reconnect()
-        assert connection.send((b"header", b"again"), 5.0)
-        wait_for(lambda: (got := listener.receive(0.1)) is not None and bytes(got[1][1]) == b"again")
-        connection.close()
-    listener.close()
 
 
 def test_zeromq_sends_no_heartbeats_with_which_it_could_abort() -> None:

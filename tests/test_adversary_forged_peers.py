@@ -14,12 +14,12 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import CostModel, RunContext
 from coordinator.updates import validated
 from fedmq.config.sections import Cost
-from fedmq.errors import InputError, RemoteWireError
+from fedmq.errors import RemoteWireError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import handshake
 from fedmq.wire.codec import decode_header, unpack
 from fedmq.wire.handshake import WELCOME_LABEL, complete, initiate, respond
-from fedmq.wire.keys import Identity, init_keys, load_identity
+from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta
 from tests.small_federation import SmallFederation, population
@@ -100,16 +100,3 @@ def test_a_signed_welcome_that_answers_another_hello_is_refused(answers: int | N
     with pytest.raises(RemoteWireError, match="another hello") as refused:
         complete(initiated, keys, frames, 0.0)
     assert refused.value.reason == "unexpected"
-
-
-# ----------------------------------------------------------------------------------------------------------- key files
-@pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o660, 0o777])
-def test_a_private_key_accessible_to_group_or_others_is_refused(tmp_path: Path, mode: int) -> None:
-    init_keys(tmp_path, ["silo-00"])
-    key = tmp_path / "silo-00.key"
-    key.chmod(mode)
-    with pytest.raises(InputError, match=f"mode {mode:04o}"):
-        load_identity(tmp_path, "silo-00")
-    for private_mode in (0o600, 0o400):
-        key.chmod(private_mode)
-        assert load_identity(tmp_path, "silo-00").name == "silo-00"

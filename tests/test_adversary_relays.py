@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,16 @@ from coordinator.sessions import Roster
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.channel import Channel
-from fedmq.wire.codec import decode_header, encode_header
 from fedmq.wire.handshake import HelloRefusedError, complete, initiate, reject, respond
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, words
+from fedmq.wire.limits import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import HandshakeRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind
-from fedmq.wire.refusals import PER_CONNECTION, PER_MINUTE
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
-from tests.waiting import PATIENCE, memory_uri, wait_for
+from tests.waiting import memory_uri, wait_for
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 
@@ -134,17 +132,6 @@ def test_copies_of_a_hello_that_arrive_first_do_not_lock_its_sender_out(coordina
     assert kinds == {Kind.HELLO: 1, Kind.WELCOME: 1, Kind.READY: 1}
 
 
-def test_a_hello_repeated_on_its_connection_gets_the_same_welcome(coordinator: Coordinator) -> None:
-    hello, initiated = initiate(load_identity(coordinator.keys, SILO), COORDINATOR, RUN, 0.0)
-    for _ in range(3):
-        coordinator.take(b"silo", hello)
-    welcomes = [[bytes(frame) for frame in frames] for _, frames in coordinator.wire.sent]
-    assert len(welcomes) == 3
-    assert welcomes[0] == welcomes[1] == welcomes[2]
-    ready, _ = complete(initiated, coordinator.accepted, coordinator.wire.sent[0][1], 0.0)
-    assert coordinator.take(b"silo", ready) is not None
-
-
 # ------------------------------------------------------------------------------------------- what a refusal tells
 def refusal(coordinator: Coordinator, keys: Path, run: str = RUN, name: str = SILO) -> RemoteWireError:
     hello, initiated = initiate(load_identity(keys, name), COORDINATOR, run, 0.0)
@@ -195,16 +182,6 @@ def test_a_refusal_is_believed_only_with_the_coordinators_signature_over_this_he
         assert caught.value.reason == "bad_signature"
 
 
-def test_the_sender_of_a_hello_of_another_wire_version_is_told(coordinator: Coordinator) -> None:
-    identity = load_identity(coordinator.keys, SILO)
-    hello, _ = initiate(identity, COORDINATOR, RUN, 0.0)
-    header = replace(decode_header(hello[0]), wire_version=2)
-    coordinator.take(b"a", (encode_header(header), hello[1]))
-    (answer,) = coordinator.wire.sent
-    assert b"wire_version" in bytes(answer[1][1]) and b"supported here: 1" in bytes(answer[1][1])
-    assert coordinator.roster.refused == {"wire_version": 1}
-
-
 # --------------------------------------------------------------------------------------------- what a silo reports
 def reported(folder: Path, keys: Path, answer: Callable[[list[memoryview]], object]) -> str:
     """The first line of a silo's channel, whose hellos get ``answer``."""
@@ -243,26 +220,3 @@ def test_a_silo_whose_key_is_not_accepted_reports_the_words_that_its_operator_re
     notes = [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, NoteRecord)]
     assert notes[0].event is LogEvent.HELLO_REFUSED
     assert notes[0].facts == {"reason": "unknown_sender", "detail": "this key is not accepted"}
-
-
-@pytest.mark.slow
-def test_a_welcome_to_an_earlier_hello_does_not_count_as_a_refusal(tmp_path: Path) -> None:
-    init_keys(tmp_path / "keys", (COORDINATOR, SILO))
-    coordinator, accepted = load_identity(tmp_path / "keys", COORDINATOR), load_accepted(tmp_path / "keys")
-    uri, hellos = memory_uri(), list[list[memoryview]]()
-    listener, log = listen(uri), MessageLog(tmp_path / "silo.jsonl", SILO, WallClock())
-    link = Channel(uri, load_identity(tmp_path / "keys", SILO), accepted, RUN, log, WallClock(), lambda: 0.0)
-    link.start()
-    received = None
-    while len(hellos) < 2:
-        received = listener.receive(PATIENCE)
-        assert received is not None
-        hellos.append(received[1])
-    assert received is not None
-    for hello in hellos:
-        listener.send(received[0], respond(coordinator, accepted, RUN, hello, 0.0)[0])
-    ready = listener.receive(PATIENCE)
-    link.close(0.5)
-    listener.close()
-    assert ready is not None
-    assert not [record for _, record in read_log(tmp_path / "silo.jsonl") if isinstance(record, RefusedRecord)]

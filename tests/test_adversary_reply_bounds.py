@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coordinator.rounds import Phase
 from coordinator.run_context import largest_body
 from coordinator.updates import LONGEST, check_reply
-from fedmq.config.scenario import Objective, Training
+from fedmq.config.scenario import Objective
 from fedmq.errors import RemoteWireError
-from fedmq.experiments import tables
 from fedmq.federation.protocol import Update
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
@@ -38,14 +37,13 @@ from fedmq.wire.payloads import (
     Representations,
 )
 from protocols import creamfl_public
-from protocols.parts import class_prototypes, prototypes
+from protocols.parts import prototypes
 from protocols.parts.losses import unit
 from protocols.parts.missing_branch import shortened
 from silos.tasks import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload
-from tests.run_summaries import summary
 from tests.small_federation import DIM, SmallFederation, population
 from tests.threaded_run import resolved
 
@@ -136,36 +134,6 @@ def test_a_class_prototype_above_the_norm_bound_is_refused_and_the_error_names_t
     assert replies
 
 
-@pytest.mark.slow
-@every_bound
-def test_honest_replies_pass_however_long_the_silos_train(name: str, base: str, longest: float) -> None:
-    run = make_population(name, base, training=Training(batch_size=4, local_epochs=10))
-    for _ in range(4):
-        for reply in (replies := run.replies()):
-            check(run, *reply.payloads)
-        run.state = run.protocol.merge(run.state, replies, run.version).state
-        run.version += 1
-
-
-@pytest.mark.parametrize(
-    ("name", "base"), [("fedproto", "dscmr"), ("mfcpl", "dcmh"), ("fedhap", "triplet"), ("plfedcmh", "shdch")]
-)
-@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_forged_prototypes_at_the_norm_bound_leave_the_training_finite(name: str, base: str, optimizer: str) -> None:
-    run = make_population(name, base, training=Training.model_validate({"batch_size": 4, "optimizer": optimizer}))
-    for _ in range(4):
-        replies = [run.reply(silo, run.train(silo, learning_rate=1e-2)) for silo in run.eligible]
-        found = payload_of(replies[0], ClassPrototypes)
-        entries = np.full_like(found.prototypes, -class_prototypes.LOOSE)
-        replies[0] = with_payload(
-            replies[0], dataclasses.replace(found, prototypes=entries, counts=np.ones_like(found.counts))
-        )
-        check(run, *replies[0].payloads)
-        run.state = run.protocol.merge(run.state, replies, run.version).state
-        run.version += 1
-        assert all(torch.isfinite(tensor).all() for tensor in (run.state.theta, *run.state.tensors.values()))
-
-
 def test_class_counts_whose_sum_overflows_int64_are_refused() -> None:
     run = population("mfcpl", {"classes": 3}, labels=())
     replies = run.replies()
@@ -179,11 +147,11 @@ def test_class_counts_whose_sum_overflows_int64_are_refused() -> None:
 
 
 # --------------------------------------------------------------------------- one prototype per modality
-ANCHORED = ["fedavg", "fedprox", "moon", "fedmekt", "creamfl", "mfcpl", "fedper", "pfedmma", "rcsr"]
+ANCHORED = ["fedavg", "creamfl", "rcsr"]
 
 
 @pytest.mark.parametrize("name", ANCHORED)
-@pytest.mark.parametrize("length", [1e6, 3e37, 1e-6])
+@pytest.mark.parametrize("length", [3e37, 1e-6])
 def test_only_the_direction_of_a_modality_prototype_counts(name: str, length: float) -> None:
     run = population(name)
     run.round()
@@ -199,19 +167,6 @@ def test_only_the_direction_of_a_modality_prototype_counts(name: str, length: fl
     torch.testing.assert_close(merged(length), merged(1.0))
     honest = run.protocol.merge(run.state, replies, 1).state.tensors[prototypes.PROTOTYPES]
     assert ((honest * merged(length)).sum(1) > 0).all()
-
-
-def test_an_honest_prototype_reaches_the_merge_bit_for_bit() -> None:
-    run = population("fedavg")
-    replies = run.replies()
-    rows, mask = prototypes.read_uploads(replies, DIM)
-    for index, reply in enumerate(replies):
-        sent = payload_of(reply, ModalityPrototypes)
-        for place, prototype in enumerate((sent.image, sent.text)):
-            assert bool(mask[index, place]) == (reply.silo.image, reply.silo.text)[place]
-            assert torch.equal(
-                rows[index, place], torch.from_numpy(prototype) if mask[index, place] else torch.zeros(DIM)
-            )
 
 
 # --------------------------------------------------------------------------- public representations
@@ -255,47 +210,6 @@ def public(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_counts_the_public_items(
-    public: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = creamfl_public.CreamFlPublic
-    honest = kind.train
-
-    def lying(self: Any, local: Any, task: Any) -> Any:
-        trained = honest(self, local, task)
-        if local.silo.name != "silo-00":
-            return trained
-        found = next(each for each in trained.payloads if isinstance(each, Representations))
-        huge = dataclasses.replace(found, values=found.values.astype(np.float32) * np.float32(1e20))
-        payloads = tuple(huge if each is found else each for each in trained.payloads)
-        return dataclasses.replace(trained, payloads=payloads)
-
-    monkeypatch.setattr(kind, "train", lying)
-    scenario = resolved(tiny, "protocol={name: creamfl_public}", f"data.path={public}", "participation=1.0")
-    outcome = in_process_run.run(scenario, tmp_path)
-    assert outcome.phase is Phase.DONE
-    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
-    assert outcome.summary.public_items == 20
-
-
-def test_the_summary_of_a_method_without_a_public_set_has_no_public_items(tiny: Path, tmp_path: Path) -> None:
-    assert "public_items" not in in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path).summary.plain()
-
-
-def test_tables_note_which_methods_used_a_public_set() -> None:
-    def row(method: str, **facts: int) -> Any:
-        outcome = types.SimpleNamespace(summary=summary(**facts))
-        entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
-        return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=(), diverged=())
-
-    plan: Any = types.SimpleNamespace(seeds=(0,), across=None)
-    notes_of = tables.notes_of([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)
-    (note,) = [note for note in notes_of if "public set" in note]
-    assert note.endswith(": creamfl_public (20 items)")
-    assert not any("public set" in note for note in tables.notes_of([row("fedavg")], plan, False, False))
-
-
 # --------------------------------------------------------------------------- many public items
 def weights_without_blocks(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Item weights (silos, items) computed from all scores at once."""
@@ -308,17 +222,12 @@ def representations(silos: int, items: int) -> tuple[torch.Tensor, torch.Tensor]
     return 4 * unit(drawn[1:]), unit(drawn[0])
 
 
-@pytest.mark.parametrize("most", [1, 3 * 37, 3 * 37 * 5, 3 * 37 * 36, 3 * 37 * 37])
+@pytest.mark.parametrize("most", [1, 3 * 37 * 5])
 def test_weights_computed_in_blocks_equal_those_computed_at_once(most: int) -> None:
     given = representations(3, 37)
     found = creamfl_public.item_weights(*given, most)
     torch.testing.assert_close(found, weights_without_blocks(*given))
     torch.testing.assert_close(found.sum(0), torch.ones(37))
-
-
-def test_weights_are_bit_identical_where_all_scores_fit_in_one_block() -> None:
-    given = representations(4, 100)
-    assert torch.equal(creamfl_public.item_weights(*given), weights_without_blocks(*given))
 
 
 class Largest(TorchDispatchMode):
@@ -333,7 +242,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("most", [1 << 14, 1 << 16])
+@pytest.mark.parametrize("most", [1 << 14])
 def test_no_more_scores_are_held_at_once_than_allowed(most: int) -> None:
     given = representations(5, 1000)
     with Largest() as largest:
@@ -353,15 +262,6 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
                     reply_to=1, base_version=0)  # fmt: skip
     size = codec.body_size(codec.encode_body(Message(header, (reply,))))
     assert size <= largest_body(run_context, least=0) < 2 * size
-
-
-def test_methods_without_a_public_set_keep_their_size_limit() -> None:
-    layout = types.SimpleNamespace(nbytes=1 << 26)
-    protocol = population("fedavg").protocol
-    for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
-        layout.nbytes = size
-        run_context: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
-        assert largest_body(run_context) == limit
 
 
 # --------------------------------------------------------------------------- updates, losses and counts
@@ -399,31 +299,6 @@ def test_an_update_with_an_implausible_norm_is_refused(theta_length: float) -> N
         buffer[0] = length
         lie = with_payload(reply, dataclasses.replace(delta, buffer=buffer))
         assert refused(run, lie, theta=theta) == reason, length
-
-
-@pytest.mark.slow
-def test_an_update_with_a_huge_norm_fails_its_task_but_not_the_run(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    respond = Silo.respond
-
-    def answer(silo: Silo, message: Message) -> tuple[Payload, ...]:
-        found = respond(silo, message)
-        if silo.facts.name != "silo-00" or message.header.kind is not Kind.TASK:
-            return found
-        return tuple(
-            dataclasses.replace(each, buffer=np.full(each.buffer.size, 9e14, np.float32))
-            if isinstance(each, Delta)
-            else each
-            for each in found
-        )
-
-    monkeypatch.setattr(Silo, "respond", answer)
-    outcome = in_process_run.run(resolved(tiny, "protocol={name: fedavg}", "participation=1.0"), tmp_path)
-    assert outcome.phase is Phase.DONE
-    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    refused_peers = {(peer, reason) for peer, reason, detail in refusals(tmp_path) if "of length" in detail}
-    assert refused_peers == {("silo-00", "malformed")}
 
 
 def test_an_implausible_loss_is_refused_and_a_run_with_two_such_silos_completes(

@@ -19,7 +19,8 @@ import fedmq
 from fedmq.api.launch import settings_of
 from fedmq.errors import InputError, RunError
 from fedmq.runs.run_records import MergeLine
-from tests import in_process_run
+from tests import data_set_folders, in_process_run
+from tests.forked_programs import JOBS_HERE
 from tests.threaded_run import resolved
 from tests.waiting import PATIENCE
 
@@ -61,6 +62,8 @@ def test_callbacks_receive_every_merge_and_the_run_its_results(
     assert run.report().stat().st_size > 10_000
     assert repr(run).startswith(f"<fedmq run {run.folder}: rcsr, 4 rounds, mean_r1 ")
     assert "recall@1, mean" in run._repr_html_()
+    lines = str(run.summary).splitlines()  # one screen, though the file has a paragraph for each silo
+    assert len(lines) < 30 and max(map(len, lines)) <= 100 and "seed: 0" in lines
     with pytest.raises(InputError, match="precomputed features"):
         run.model().embed_texts(["a text"])
 
@@ -79,21 +82,18 @@ def test_a_scenario_may_be_a_mapping_and_keywords_are_its_keys(
     assert scenario["partition"]["clusters"] == 5
 
 
-@pytest.mark.parametrize(
-    ("keys", "settings"),
-    [
+def test_keywords_become_settings() -> None:
+    keys: tuple[tuple[Mapping[str, Any], list[str]], ...] = (
         ({"rounds": 3, "seed": 1}, ["rounds=3", "seed=1"]),
-        ({"protocol": "rcsr"}, ['protocol="rcsr"']),
         ({"protocol": {"name": "rcsr", "tau": 0.1}}, ['protocol={"name": "rcsr", "tau": 0.1}']),
         ({"protocol.tau": 0.1}, ["protocol.tau=0.1"]),
         ({"data": "openmoji"}, ['data.name="openmoji"']),
         ({"data": {"path": Path("a b.npz")}}, ['data.path="a b.npz"']),
         ({"silos": {"count": 3}, "launcher": None}, ["silos.count=3", "launcher=null"]),
         ({"faults": ({"kind": "drop"},)}, ['faults=[{"kind": "drop"}]']),
-    ],
-)
-def test_keywords_become_settings(keys: Mapping[str, Any], settings: list[str]) -> None:
-    assert settings_of(keys) == settings
+    )
+    for given, settings in keys:
+        assert settings_of(given) == settings
 
 
 def test_a_class_of_a_notebook_cell_is_refused_with_what_to_do() -> None:
@@ -125,13 +125,13 @@ def test_a_callback_stops_a_run_that_resume_finishes_with_the_same_model(
     def stop(_: MergeLine) -> None:
         raise fedmq.StopRun
 
-    stopped = fedmq.run(tiny, tmp_path / "run", rounds=60, on_merge=stop, **INLINE)
+    stopped = fedmq.run(tiny, tmp_path / "run", rounds=30, on_merge=stop, **INLINE)
     assert not stopped.finished
     with pytest.raises(InputError, match="unfinished"):
         stopped.model()
     assert "not finished" in repr(stopped)
     resumed = fedmq.resume(stopped.folder, progress=False)
-    whole = in_process_run.run(resolved(tiny, "rounds=60"), tmp_path / "whole")
+    whole = in_process_run.run(resolved(tiny, "rounds=30"), tmp_path / "whole")
     assert resumed.summary.model_digest == whole.summary.model_digest
     with pytest.raises(InputError, match="finished run"):
         fedmq.resume(finished[0].folder)
@@ -168,7 +168,7 @@ def test_a_plain_script_needs_no_main_guard_and_runs_a_method_defined_in_its_own
     script.write_text(
         "import fedmq\n"
         "from mine import PROTOCOL\n"
-        f"run = fedmq.run({str(tiny)!r}, 'run', rounds=1, protocol=PROTOCOL)\n"
+        f"run = fedmq.run({str(tiny)!r}, 'run', rounds=1, protocol=PROTOCOL, launcher='inline')\n"
         "print('once', run.summary.versions)\n"
     )
     done = subprocess.run(
@@ -177,32 +177,37 @@ def test_a_plain_script_needs_no_main_guard_and_runs_a_method_defined_in_its_own
     assert done.stdout.count("once 1") == 1, done.stderr
 
 
-def test_a_comparison_has_a_row_for_each_method(tiny: Path, tmp_path: Path) -> None:
-    found = fedmq.compare(
-        tiny, seeds=[0, 1], vary={"protocol": ["fedavg", "rcsr"]}, rounds=1, out=tmp_path / "compared", progress=False
-    )
-    assert len(found.table) == 2
-    assert len(found.runs) == 4
-    assert found.plots.is_file()
-    assert "<table" in found._repr_html_()
-    with pytest.raises(RunError, match="allowed: one of"):
-        fedmq.compare(tiny, seeds=[0], protocol="nothing", out=tmp_path / "other", progress=False)
-
-
+@pytest.mark.longest
 def test_the_page_on_python_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[1]
     text = (root / "docs" / "howto" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     assert len(blocks) == 4
-    (tmp_path / "scenarios").symlink_to(root / "scenarios")
+    rows = []
+    for number in range(60):
+        data_set_folders.photo(tmp_path / f"{number}.png", number)
+        rows.append(f"{number}.png,a wall number {number},label-{number % 3}")
+    data_set_folders.write(tmp_path / "list.csv", "\n".join(["image,captions,labels", *rows]))
+    smoke = yaml.safe_load((root / "scenarios" / "smoke.yaml").read_text(encoding="utf-8"))
+    smoke |= {"partition": {"kind": "iid"}, "launcher": "inline"}
+    smoke |= {"data": {"name": "manifest", "path": str(tmp_path / "list.csv"), "queries": 20}}
+    data_set_folders.write(tmp_path / "scenarios" / "smoke.yaml", yaml.safe_dump(smoke))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(JOBS_HERE, "1")
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "python.md", "exec"), names)
     assert names["finished"].summary.versions == 3
     assert names["texts"].shape == (2, 512)
+    compared = names["compared"]
+    assert (len(compared.table), len(compared.runs)) == (2, 4)
+    assert compared.plots.is_file()
+    heads = re.findall("<th>([^<]+)</th>", compared._repr_html_())
+    assert heads == ["name", "mean_r1", "mean_r1: difference", "mean_r10", "mean_r10: difference"]
 
 
 def test_a_refused_comparison_says_why_in_its_error(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="allowed: one of"):
+        fedmq.compare(tiny, seeds=[0], protocol="nothing", out=tmp_path / "other", progress=False)
     with pytest.raises(RunError, match=r"^fedmq: .*roundz.*did you mean rounds\?$"):
         fedmq.compare(tiny, seeds=[0], roundz=1, out=tmp_path / "compared")

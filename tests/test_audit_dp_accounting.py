@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from scipy.stats import norm
 from typer.testing import CliRunner
 
+from coordinator.sessions import Roster
 from fedmq.audit.dp_accounting import account
-from fedmq.audit.log_checks import Audit
+from fedmq.audit.log_checks import Audit, audit_run
 from fedmq.cli.main import app
 from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord
-from fedmq.wire.messages import Kind
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Model
+from silos.schedule import AgreedSchedule
 from tests.adversary_forged_logs import message_record
 from tests.threaded_run import resolved, run
 
@@ -25,7 +29,8 @@ NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
 def delta_of(epsilon: float, multiplier: float, updates: int) -> float:
     """Delta of ``updates`` composed Gaussian mechanisms (Dong et al. 2022), by Balle and Wang 2018, equation 6."""
     mu = math.sqrt(updates) / multiplier
-    return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+    near, far = (math.erfc((epsilon / mu + side * mu / 2) / math.sqrt(2)) / 2 for side in (-1, 1))
+    return near - math.exp(epsilon) * far
 
 
 def message(sender: str, *payloads: tuple[str, str], kind: Kind = Kind.REPLY) -> tuple[str, MessageRecord]:
@@ -42,13 +47,12 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("updates", [1, 2, 7, 200])
-@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.05])
-def test_epsilon_is_that_of_composed_gaussian_mechanisms(folder: Path, updates: int, delta: float) -> None:
-    audit = audited(*(message("silo-00", ("delta", str(number))) for number in range(updates)))
-    spent = account(folder, audit, delta).silos["silo-00"]
-    assert spent.updates == updates
-    assert delta_of(spent.epsilon, 2.0, updates) == pytest.approx(delta, rel=1e-3)
+def test_epsilon_is_that_of_composed_gaussian_mechanisms(folder: Path) -> None:
+    for updates, delta in ((1, 1e-9), (2, 0.05), (7, 1e-5), (200, 1e-9), (200, 0.05)):
+        audit = audited(*(message("silo-00", ("delta", str(number))) for number in range(updates)))
+        spent = account(folder, audit, delta).silos["silo-00"]
+        assert spent.updates == updates
+        assert delta_of(spent.epsilon, 2.0, updates) == pytest.approx(delta, rel=1e-3)
 
 
 def test_an_update_counts_once_even_if_it_is_sent_or_logged_several_times(folder: Path) -> None:
@@ -73,16 +77,41 @@ def test_payloads_without_noise_are_named_for_silos_only(folder: Path) -> None:
     assert (silos["silo-02"].updates, silos["silo-02"].epsilon, silos["silo-02"].beside) == (0, 0.0, ("error",))
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, float("nan")])
-def test_a_delta_outside_0_to_1_is_refused(folder: Path, delta: float) -> None:
-    with pytest.raises(InputError, match=r"--delta: found .*, allowed: a number between 0 and 1"):
-        account(folder, audited(), delta)
-
-
-def test_a_run_without_noise_has_no_epsilon(tiny: Path, tmp_path: Path) -> None:
+def test_a_delta_outside_0_to_1_and_a_run_without_noise_are_refused(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    for delta in (0.0, 1.0, -1e-5, float("nan")):
+        with pytest.raises(InputError, match=r"--delta: found .*, allowed: a number between 0 and 1"):
+            account(folder, audited(), delta)
     (tmp_path / "scenario.yaml").write_text(resolved(tiny, "privacy={clip_norm: 0.5}").dump())
     with pytest.raises(InputError, match=r"noise_multiplier: found 0, allowed: above 0"):
         account(tmp_path, audited(), 1e-5)
+
+
+@pytest.mark.parametrize(("checked", "answers"), [(False, 23), (True, 3)])
+def test_every_answer_to_a_coordinator_that_asks_too_often_counts_in_epsilon(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool, answers: int
+) -> None:
+    """23 tasks in a run of 3 rounds, all but 3 of them with a number that was used before and another model."""
+    send = Roster.send
+
+    def asking(roster: Roster, name: str, message: Message | Header) -> int:
+        sent = send(roster, name, message)
+        if isinstance(message, Message) and message.task is not None and name == "silo-01" and message.task.round < 2:
+            for step in range(1, 11):
+                payloads = (
+                    replace(each, buffer=each.buffer + np.float32(step / 100)) if isinstance(each, Model) else each
+                    for each in message.payloads
+                )
+                send(roster, name, replace(message, payloads=tuple(payloads)))
+        return sent
+
+    monkeypatch.setattr(Roster, "send", asking)
+    if not checked:
+        monkeypatch.setattr(AgreedSchedule, "check", lambda *_: None)
+    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
+    run(scenario, tmp_path)
+    silos = account(tmp_path, audit_run(tmp_path), 1e-5).silos
+    assert (silos["silo-00"].updates, silos["silo-01"].updates) == (3, answers)
+    assert delta_of(silos["silo-01"].epsilon, 2.0, answers) == pytest.approx(1e-5, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -39,11 +39,20 @@ def refused(run: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_fifo_is_refused_and_not_opened(run: Path, name: str) -> None:
-    (run / name).unlink()
-    os.mkfifo(run / name)
-    assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
+def test_a_fifo_and_a_link_out_of_the_folder_are_refused_and_not_opened(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a password")
+    for name in FILES:
+        (run / name).rename(run / "kept")
+        os.mkfifo(run / name)
+        assert refused(run).startswith(f"{run / name}: found 'a FIFO'")
+        (run / name).unlink()
+        (run / name).symlink_to(tmp_path / "secret")
+        assert refused(run).startswith(f"{run / name}: found 'a link to {tmp_path / 'secret'}'")
+        if name == "scenario.yaml":  # the report shows the scenario's text
+            with pytest.raises(InputError, match="a link to"):
+                open_run(run)
+        (run / name).unlink()
+        (run / "kept").rename(run / name)
 
 
 @pytest.mark.parametrize("target", [None, "/dev/zero"])
@@ -59,18 +68,6 @@ def test_other_files_of_text_are_regular_ones(
     os.mkfifo(path) if target is None else path.symlink_to(target)
     with pytest.raises(InputError, match=r"runs\.csv: found 'a (FIFO|device)'"):
         read(path)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_link_out_of_the_folder_is_not_followed(run: Path, name: str, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("a password")
-    (run / name).unlink()
-    (run / name).symlink_to(secret)
-    assert refused(run).startswith(f"{run / name}: found 'a link to {secret}'")
-    if name == "scenario.yaml":  # the report shows the scenario's text
-        with pytest.raises(InputError, match="a link to"):
-            open_run(run)
 
 
 def test_a_device_is_refused(run: Path) -> None:
@@ -97,11 +94,12 @@ def test_an_endless_line_is_refused_after_a_bounded_part_of_it(run: Path, name: 
         assert f"more than {MAX_LINE:,} bytes" in refused(run)
 
 
-@pytest.mark.parametrize("name", ["summary.json", "model/config.json", "model/model.safetensors"])
-def test_an_endless_file_is_a_finding(run: Path, name: str) -> None:
-    with (run / name).open("r+b") as file:
-        file.truncate(1 << 40)
-    assert any(name.rpartition("/")[2] in finding.place for finding in audit_run(run).findings)
+def test_an_endless_file_is_a_finding(run: Path) -> None:
+    names = ("summary.json", "model/config.json", "model/model.safetensors")
+    for name in names:
+        with (run / name).open("r+b") as file:
+            file.truncate(1 << 40)
+        assert any(name.rpartition("/")[2] in finding.place for finding in audit_run(run).findings)
 
 
 def test_a_file_of_far_more_tensors_than_a_model_has_is_refused_before_it_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from sklearn.metrics import roc_auc_score, roc_curve
 
 import protocols
 from fedmq.audit import membership_inference
@@ -25,30 +24,30 @@ from fedmq.retrieval.released_model import OtherModelError, Release, open_releas
 from tests import in_process_run, threaded_run
 from tests.command_line import fedmq
 
-HASHING = "objective={base: dcmh, bits: 12, hidden: 16}"
+pytestmark = pytest.mark.slow
+
 # Few distinct values, so that ties occur.
 VALUES = arrays.arrays(np.float64, st.integers(1, 40), elements=st.integers(-6, 6).map(float))
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
-@pytest.mark.slow
 @given(VALUES, VALUES)
-@settings(deadline=None)
-def test_auc_and_true_positive_rate_equal_those_of_scikit_learn(members: np.ndarray, others: np.ndarray) -> None:
+@settings(max_examples=30)
+def test_the_true_positive_rate_and_the_components_fit_the_roc_curve(members: np.ndarray, others: np.ndarray) -> None:
+    from sklearn.metrics import roc_curve
+
     truth = np.concatenate([np.ones(len(members)), np.zeros(len(others))])
-    both = np.concatenate([members, others])
     below, above = membership_inference.components(members, others)
-    area = roc_auc_score(truth, both)
-    assert membership_inference.area(members, others) == pytest.approx(area)
+    area = membership_inference.area(members, others)
     assert (below.mean(), above.mean()) == pytest.approx((area, area))
-    false, true, _ = roc_curve(truth, both, drop_intermediate=False)
+    false, true, _ = roc_curve(truth, np.concatenate([members, others]), drop_intermediate=False)
     assert membership_inference.true_positives(members, others) == pytest.approx(
         true[false <= membership_inference.FALSE_POSITIVES].max()
     )
 
 
 @given(VALUES, VALUES)
-@settings(deadline=None)
+@settings(max_examples=30)
 def test_the_confidence_interval_is_that_of_delong_over_all_pairs(members: np.ndarray, others: np.ndarray) -> None:
     found = membership_inference.estimate(
         membership_inference.area(members, others), membership_inference.components(members, others), 0.0
@@ -65,21 +64,6 @@ def test_the_confidence_interval_is_that_of_delong_over_all_pairs(members: np.nd
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
-@pytest.mark.slow
-def test_about_95_percent_of_the_confidence_intervals_contain_the_true_auc() -> None:
-    generator = np.random.default_rng(0)
-    truth = 0.7602499389065233  # AUC of N(1, 1) against N(0, 1): the standard normal CDF at 1 / sqrt(2)
-    held, count = 0, 400
-    for _ in range(count):
-        members, others = generator.normal(1, 1, 60), generator.normal(0, 1, 45)
-        found = membership_inference.estimate(
-            membership_inference.area(members, others), membership_inference.components(members, others), 0.0
-        )
-        assert found.low is not None and found.high is not None
-        held += found.low <= truth <= found.high
-    assert 0.92 <= held / count <= 0.98
-
-
 def test_the_auc_difference_of_two_models_on_the_same_items_has_a_narrower_interval_than_the_auc() -> None:
     generator = np.random.default_rng(0)
     before = generator.normal(size=200), generator.normal(size=100)
@@ -89,13 +73,6 @@ def test_the_auc_difference_of_two_models_on_the_same_items_has_a_narrower_inter
     assert found.added.value == pytest.approx(found.auc.value - found.untrained)
     assert found.added.low > 0
     assert found.added.high - found.added.low < (found.auc.high - found.auc.low) / 2
-
-
-def test_a_single_member_has_no_confidence_interval() -> None:
-    found = membership_inference.compared(
-        (np.ones(1), np.zeros(5)), (np.ones(1), np.zeros(5)), ("image",), trained=True
-    )
-    assert (found.auc.value, found.auc.low, found.added.low) == (1.0, None, None)
 
 
 def test_a_score_is_the_cosine_of_the_pair_minus_the_mean_cosine_with_all_others() -> None:
@@ -198,7 +175,6 @@ def test_a_probe_without_the_data_of_the_run_is_an_input_error(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_other_data_of_the_same_shape_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
     release = finished(noise_scenario(tmp_path, rounds=1), tmp_path / "run")
     path = tmp_path / "noise.npz"
     with np.load(path) as whole:
@@ -251,16 +227,11 @@ def test_the_command_probes_and_exits_with_0(
     assert "the personal parameters of the silos are not tested" in printed
 
 
-def test_without_the_options_the_output_has_no_probe_and_no_policy(
-    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_probe_of_broken_logs_exits_with_3(
+    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--json") == 0
     assert not {"probe", "policy"} & set(json.loads(capsys.readouterr().out))
-
-
-def test_a_probe_of_broken_logs_exits_with_3(
-    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     shutil.copytree(run_of_rcsr_p, tmp_path / "run")
     log = tmp_path / "run" / "messages" / "silo-00.jsonl"
     first, _, *rest = log.read_text().splitlines(keepends=True)
@@ -284,38 +255,24 @@ def test_an_impossible_probe_does_not_hide_the_findings_of_the_audit(
     assert "3 differences" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("swapped", ["model", "model and config"])
 def test_a_swapped_model_is_a_finding_and_is_not_probed(
-    run_of_rcsr_p: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    swapped: str,
+    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "run"
     shutil.copytree(run_of_rcsr_p, root)
     path, config = root / "model" / "model.safetensors", root / "model" / "config.json"
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
-    if swapped != "model":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "model_digest": "cd" * 32}))
-    assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
-    facts = json.loads(capsys.readouterr().out)
     own = json.loads((root / "summary.json").read_text())["model_digest"]
-    places = [finding["place"] for finding in facts["findings"]]
-    told = [each["what"].endswith(f"instead of the run's own, with digest {own}") for each in facts["findings"]]
-    assert places[0] == str(path if swapped == "model" else config)
-    assert told[0]
-    assert len(set(places)) == len(places)  # a finding of both the audit and the probe is reported once
-    assert (facts["ok"], "probe" in facts) == (False, False)
+    for place in (path, config):
+        assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
+        facts = json.loads(capsys.readouterr().out)
+        places = [finding["place"] for finding in facts["findings"]]
+        assert places[0] == str(place)
+        assert facts["findings"][0]["what"].endswith(f"instead of the run's own, with digest {own}")
+        assert len(set(places)) == len(places)  # a finding of both the audit and the probe is reported once
+        assert (facts["ok"], "probe" in facts) == (False, False)
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_digest": "cd" * 32}))
     assert fedmq(monkeypatch, "audit", root) == 3  # found without the probe too
-
-
-def test_hash_codes_are_probed_too(tiny: Path, tmp_path: Path) -> None:
-    measured = membership_inference.probe(
-        finished(threaded_run.resolved(tiny, HASHING, "protocol=fedavg"), tmp_path / "run")
-    )
-    assert measured.overall.members == 100
-    assert 0 <= measured.overall.auc.value <= 1
 
 
 def test_a_real_run_of_rcsr_p_complies_with_the_policy_of_the_docs(

@@ -73,7 +73,7 @@ def test_a_refused_start_is_reported_and_is_no_difference(run: Path) -> None:
         assert (code, found["findings"]) == (0, [])
         assert len(found["refused_starts"]) == 1
         line = found["refused_starts"][0]
-        assert line.startswith("silo-00 was refused twice before it joined: unknown key, another scenario")
+        assert line.startswith("silo-00 was not admitted at 2 starts: unknown key, another scenario")
         assert "the coordinator's log has no such refusal" in line  # it was never asked in this test
     assert OTHER_RUN not in (run / "audit.html").read_text().split("</h1>")[0]
 

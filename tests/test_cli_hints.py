@@ -13,20 +13,6 @@ from fedmq.wire.keys import load_identity
 from tests.command_line import fedmq
 
 
-@pytest.mark.parametrize("command", ["audit", "report", "status", "replay", "prune"])
-def test_a_run_folder_that_does_not_exist_is_reported_as_missing(
-    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, command, "runs/nothere") == 2
-    assert "fedmq: runs/nothere: found 'no such folder'" in capfd.readouterr().err
-
-
-def test_only_similar_options_are_suggested(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fedmq(monkeypatch, "scenario", "x.yaml", "--outt", "y") == 2
-    error = capfd.readouterr().err
-    assert "--out" in error and "--quiet" not in error
-
-
 def test_an_unusual_name_of_a_key_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

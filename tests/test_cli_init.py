@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
+from fedmq.cli import main as cli
 from fedmq.config.resolve import load
 from fedmq.config.site import read_site
-from fedmq.data import catalogue
+from fedmq.data import catalogue, starter
 from fedmq.data.extract import complete
 from fedmq.errors import InputError
 from tests import data_set_folders
 from tests.command_line import fedmq
-from tests.test_data_readers_photo_collections import FORMS
+from tests.test_data_readers_collections import FORMS
 
 COLOURS = ("red", "green", "blue")
 
@@ -34,21 +39,16 @@ def photos(folder: Path, count: int) -> Path:
     return folder
 
 
-def test_four_answers_give_a_commented_scenario(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_cache: Path
-) -> None:
-    folder = photos(tmp_path / "my photos", 41)
-    answers = iter([str(folder), "3", "0.34", "rcsr"])
-    asked = []
+def answered(*words: object, answers: Sequence[object]) -> Result:
+    """``fedmq init`` with answers to its questions."""
+    text = "".join(f"{answer}\n" for answer in answers)
+    return CliRunner().invoke(cli.app, ["init", *map(str, words)], input=text, catch_exceptions=False)
 
-    def answer(question: str, **_: object) -> str:
-        asked.append(question)
-        return next(answers)
 
-    monkeypatch.setattr("typer.prompt", lambda question, **about: about["type"](answer(question)))
-    file = tmp_path / "Walls 1.yaml"
-    assert fedmq(monkeypatch, "init", file) == 0
-    assert len(asked) == 4
+def test_four_answers_give_a_commented_scenario(tmp_path: Path, own_cache: Path) -> None:
+    folder, file = photos(tmp_path / "my photos", 41), tmp_path / "Walls 1.yaml"
+    done = answered(file, answers=(folder, 3, 0.34, "rcsr"))
+    assert done.exit_code == 0
     scenario = load(file)
     assert (scenario.name, scenario.silos.count, scenario.protocol.name) == ("walls-1", 3, "rcsr")
     assert scenario.partition.clusters == 8
@@ -56,41 +56,25 @@ def test_four_answers_give_a_commented_scenario(
     assert (scenario.data.queries, scenario.data.val) == (8, 0)
     assert file.read_text().startswith("# 41 items with 41 captions, 33 pairs of them to train on.")
     assert all(line.startswith("#") or yaml.safe_load(line) for line in file.read_text().splitlines())
-    assert f"fedmq scenario '{file}'" in capfd.readouterr().out
+    assert f"fedmq scenario '{file}'" in done.stdout
     assert not (own_cache / "features").exists()
 
 
-def test_a_question_with_a_wrong_answer_is_repeated_and_other_answers_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_cache: Path
-) -> None:
-    folder = photos(tmp_path / "photos", 12)
+def test_a_question_with_a_wrong_answer_is_repeated_and_other_answers_are_kept(tmp_path: Path, own_cache: Path) -> None:
+    folder, file = photos(tmp_path / "photos", 12), tmp_path / "mine.yaml"
     # The method that needs labels passes its question, and only the check of the whole scenario refuses it.
-    answers = iter(
-        [str(tmp_path / "nowhere"), str(folder), "9", "2", "1", "0", "fedawg", "fedproto", "2", "0", "fedavg"]
-    )
-    asked = []
-
-    def answer(question: str, **about: object) -> object:
-        asked.append((question, about["default"]))
-        return about["type"](next(answers))  # type: ignore[operator]
-
-    monkeypatch.setattr("typer.prompt", answer)
-    file = tmp_path / "mine.yaml"
-    assert fedmq(monkeypatch, "init", file) == 0
-    assert next(answers, None) is None
-    assert asked[-3:-1] == [("number of silos, 1 to 4", 2), (asked[4][0], 0.0)]
-    assert asked[-1] == ("federated method", "fedproto")
-    printed = capfd.readouterr()
-    assert "nowhere" in printed.err
-    assert "9 is not allowed" in printed.err
-    assert "labels" in printed.err
-    assert "fedavg, " in printed.out
-    assert load(file, ["rounds=2"]).training.warmup_rounds == 1
+    wrong_first = (tmp_path / "nowhere", folder, 9, 2, 1, 0, "fedawg", "fedproto")
+    done = answered(file, answers=(*wrong_first, "", "", "fedavg"))
+    assert done.exit_code == 0
+    for question, count in (("number of silos, 1 to 4", 3), ("federated method [", 3), ("images and captions", 2)):
+        assert done.output.count(question) == count
+    for words in ("nowhere", "found '9', allowed: 1 to 4", "did you mean fedavg", "labels", "[fedproto]", "[2]"):
+        assert words in done.output
+    scenario = load(file, ["rounds=2"])
+    assert (scenario.silos.count, scenario.training.warmup_rounds) == (2, 1)
 
 
 def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: Path) -> None:
-    from fedmq.data import starter
-
     folder = photos(tmp_path / "photos", 9)
     (folder / "03.txt").unlink()
     (folder / "04.txt").write_text("\n")
@@ -98,7 +82,7 @@ def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: 
     assert starter.count(folder).notes == (
         'for example 00.png: captions "a red wall, number 0"',
         "items left out (2): 03.png (no caption), 04.png (no caption)",
-        "text files without an image next to them (1): 99.txt",
+        "ignored, text files without an image next to them (1): 99.txt",
     )
     (folder / "07.png").write_text("no picture")
     with pytest.raises(InputError, match=r"1 of 7 .*: 07\.png"):
@@ -109,8 +93,6 @@ def test_what_is_left_out_is_named_and_an_unreadable_image_is_refused(tmp_path: 
 
 
 def test_a_list_with_wrong_paths_names_a_missing_file_and_swapped_columns_can_be_seen(tmp_path: Path) -> None:
-    from fedmq.data import starter
-
     rows = "".join(f"{number}.png,thing,a thing number {number}\n" for number in range(4))
     path = data_set_folders.write(tmp_path / "list.csv", f"image,captions,labels\n{rows}")
     with pytest.raises(InputError, match=r"without: 0\.png \(no such file\), .*; e\.g\. .*0\.png does not exist"):
@@ -120,20 +102,15 @@ def test_a_list_with_wrong_paths_names_a_missing_file_and_swapped_columns_can_be
     assert starter.count(path).example == 'for example 0.png: captions "thing"; labels a thing number 0'
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_data_is_recognised(form: str, tmp_path: Path) -> None:
-    from fedmq.data import starter
-
-    folder = tmp_path / "set"
-    folder.mkdir()
-    name, path = FORMS[form](folder)
-    counted = starter.count(path)
-    assert (counted.name, counted.items, counted.captions) == (name, 3, 4)
+def test_every_form_of_data_is_recognised(tmp_path: Path) -> None:
+    for form in FORMS:
+        (tmp_path / form).mkdir()
+        name, path = FORMS[form](tmp_path / form)
+        counted = starter.count(path)
+        assert (counted.name, counted.items, counted.captions) == (name, 3, 4), form
 
 
 def test_lists_and_features_are_recognised(tmp_path: Path, features: Path) -> None:
-    from fedmq.data import starter
-
     counted = starter.count(features)
     assert (counted.name, counted.items, counted.split) == ("features", 150, (100, 30))
     text = starter.scenario_text("x", counted, starter.Plan(4, 0.0, "fedavg"))
@@ -163,8 +140,6 @@ def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    import re
-
     given = {"--data": photos(tmp_path / "photos", 12), "--silos": 2, "--missing": 0.0, "--method": "fedavg"}
     given |= dict([options])  # type: ignore[list-item]
     file = tmp_path / "mine.yaml"
@@ -189,20 +164,16 @@ def test_a_file_is_replaced_only_on_demand(
 
 
 @pytest.mark.parametrize("captions", [True, False])
-def test_a_site_file_has_the_data_of_a_site_also_without_captions(
-    captions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_site_file_has_the_data_of_a_site_also_without_captions(captions: bool, tmp_path: Path) -> None:
     folder = photos(tmp_path / "site" / "photos", 5)
     for text in sorted(folder.glob("*.txt"))[0 if not captions else 4 :]:
         text.unlink()
     file = tmp_path / "site" / "silo.yaml"
-    answers = iter([str(folder), "berlin", "silo-01", "host:5555", "tcp://host:5555"])
-    monkeypatch.setattr("typer.prompt", lambda _, **about: about["type"](next(answers)))
-    assert fedmq(monkeypatch, "init", "--site", file) == 0
-    printed = capfd.readouterr()
-    assert "--name: found 'berlin'" in printed.err and "--connect: found 'host:5555'" in printed.err
-    assert f"fedmq keys new silo-01 --keys {tmp_path}/site/keys" in printed.out
-    assert f"fedmq preflight OWN.yaml --site {file}" in printed.out
+    done = answered("--site", file, answers=(folder, "berlin", "silo-01", "host:5555", "tcp://host:5555"))
+    assert done.exit_code == 0
+    assert "--name: found 'berlin'" in done.output and "--connect: found 'host:5555'" in done.output
+    assert f"fedmq keys new silo-01 --keys {tmp_path}/site/keys" in done.stdout
+    assert f"fedmq preflight OWN.yaml --site {file}" in done.stdout
     assert 'path: "photos"' in file.read_text()
     site = read_site(file)
     assert (site.name, site.connect, site.keys) == ("silo-01", "tcp://host:5555", tmp_path / "site" / "keys")

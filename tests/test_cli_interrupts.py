@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +26,34 @@ def test_an_interrupted_extraction_says_that_the_same_command_continues(
     done = CliRunner().invoke(app, ["data", "features", str(tiny)])
     assert done.exit_code == 1
     assert capfd.readouterr().err.endswith("fedmq: interrupted; repeat the command to continue\n")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stopped_coordinator_names_the_run_folder_only_if_it_exists(
+    begun: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+
+    def stopped(*_: object, **__: object) -> SimpleNamespace:
+        if begun:
+            run.mkdir()
+            (run / "scenario.yaml").touch()
+        os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(summary=None)
+
+    monkeypatch.setattr("coordinator.program.run_coordinator", stopped)
+    monkeypatch.setattr("fedmq.launch.preparation.population_here", lambda *_: tmp_path)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        done = CliRunner().invoke(app, ["coordinator", str(tiny), "--keys", str(tmp_path / "keys"), "--out", str(run)])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    printed = capfd.readouterr().err + done.output
+    command = f"fedmq coordinator --resume {run}"
+    assert printed.count(f"continue with {command if begun else 'the same command'}") == 2
+    assert begun == (str(run) in printed)
+    assert done.exit_code == 1
 
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])

@@ -18,6 +18,7 @@ from fedmq.runs import prometheus
 from fedmq.runs.resume import plan_pruning, prune
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import size_text
 from tests.command_line import fedmq
 from tests.in_process_run import run
 from tests.threaded_run import resolved
@@ -69,7 +70,7 @@ def test_the_status_of_a_run_that_has_not_started_says_so(
 ) -> None:
     (tmp_path / "messages").mkdir()  # a silo has started its log
     assert fedmq(monkeypatch, "status", tmp_path) == 2
-    assert "found 'no scenario.yaml in it: the run has not started yet'" in capfd.readouterr().err
+    assert "no scenario.yaml in it: the run has not started yet" in capfd.readouterr().err
     (tmp_path / "scenario.yaml").write_text((finished / "scenario.yaml").read_text())
     assert fedmq(monkeypatch, "status", tmp_path) == 2
     assert "no status.json in it: the run has not started yet" in capfd.readouterr().err
@@ -86,11 +87,11 @@ def test_prune_removes_checkpoints_and_states_of_a_finished_run(
     assert fedmq(monkeypatch, "prune", out) != 0
     assert any((out / "checkpoints").glob("version-*")), "not without a yes"
     capfd.readouterr()
+    freed = plan_pruning(RunFolder(out), personalised=False).size
     assert fedmq(monkeypatch, "prune", out, "--yes") == 0
-    said = capfd.readouterr().out
+    assert capfd.readouterr().out.startswith(f"{size_text(freed)} freed")
     assert not (out / "checkpoints").exists()
     after = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    freed = int(said.split("(")[1].split()[0])
     assert 0 < freed <= before - after, "hard links count once"
     assert not audit_run(out).findings
     assert fedmq(monkeypatch, "prune", out, "--yes") == 0
@@ -135,7 +136,7 @@ def test_prometheus_reads_the_figures_of_the_latest_status(finished: Path) -> No
     assert 'fedmq_metric{metric="mean_r1"}' in text
 
 
-def test_metrics_are_not_served_under_another_name_or_to_any_number_of_connections() -> None:
+def test_metrics_are_not_served_under_another_name() -> None:
     port = free_port()
     close = prometheus.serve(port, lambda: None)
 
@@ -148,16 +149,10 @@ def test_metrics_are_not_served_under_another_name_or_to_any_number_of_connectio
             return error.code
 
     try:
-        own = (f"127.0.0.1:{port}", "localhost", "[::1]:9400", "192.0.2.1", socket.gethostname())
+        own = (f"127.0.0.1:{port}", "localhost", "[::1]:9400", "192.0.2.1")
         assert [status_for(host) for host in own] == [200] * len(own)
         assert [status_for(host) for host in ("rebound.example", f"rebound.example:{port}", "127.0.0.1.example")] == [
             403
         ] * 3
-        idle = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(prometheus.CONNECTIONS + 1)]
-        idle[0].settimeout(10)
-        assert idle[0].recv(1) == b"", "the oldest is closed"
-        assert status_for("localhost") == 200
-        for each in idle:
-            each.close()
     finally:
         close()

@@ -54,19 +54,6 @@ def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(
     assert read_yaml(out / "scenario.yaml")["training"]["schedule_rounds"] == 4
 
 
-def test_contradicting_options_are_refused(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for words, expected in (
-        ((), "FILE: found 'no scenario'"),
-        ((tiny, "--extend", 2), "--extend: found '2', allowed: --resume RUN --extend ROUNDS"),
-        (("--resume", tmp_path, "--out", tmp_path), "no --out with --resume RUN"),
-        (("--resume", tmp_path), "no scenario.yaml in it"),
-    ):
-        assert fedmq(monkeypatch, "scenario", *words) == 2
-        assert expected in capfd.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_finished_run_is_extended_only_if_it_has_its_checkpoints(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -13,11 +12,11 @@ import pytest
 from fedmq.audit.log_checks import Audit
 from fedmq.cli import audit as audit_command
 from fedmq.cli import operate, search
+from fedmq.cli.console import out
 from fedmq.cli.data import show_data
-from fedmq.federation.preflight.data import DataFacts, SiloData
+from fedmq.launch.data_check import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
 from fedmq.runs.status import SiloPhase, SiloStatus, StatusFile
-from fedmq.safe_console import SafeConsole
 
 NAMES = [f"hospital-of-saint-mary-{number}" for number in range(3)]
 PATH = "/srv/" + "photographs-of-the-year/" * 4 + "a-red-fox-in-snow.png"
@@ -35,17 +34,15 @@ STATUS = StatusFile(
 )  # fmt: skip
 
 
-def status(console: SafeConsole, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "out", console)
-    monkeypatch.setattr(operate, "err", console)
+def status() -> None:
     operate._show(STATUS, datetime(2026, 11, 26, 18, tzinfo=UTC))
 
 
-def found(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
-    console.print(search.hits_table([Hit(1, 0.5, PATH, "a red fox in the snow " * 5)], binary=False))
+def hits() -> None:
+    out.print(search.hits_table([Hit(1, 0.5, PATH, "a red fox in the snow " * 5)], binary=False))
 
 
-def audited(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
+def audited() -> None:
     audit = Audit()
     for name in NAMES:
         audit.records[name], audit.frames[name] = 1_234_567, 123_456_789_012
@@ -53,28 +50,29 @@ def audited(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
             Counter(modality_prototypes=1_234_567),
             Counter(modality_prototypes=123_456_789_012),
         )
-    console.print(audit_command._table(audit))
+    out.print(audit_command._table(audit))
 
 
-def checked(console: SafeConsole, _: pytest.MonkeyPatch) -> None:
+def checked() -> None:
     labels = {f"smileys-and-emotion-{number}": 12_345 for number in range(8)}
     silos = {name: SiloData(("image", "text"), 123_456, labels, 12_345, 100, 200) for name in NAMES}
-    show_data(DataFacts("folder", 9, 9, {}, labels, 0, silos=silos, missing=(PATH,)), console)
+    show_data(DataFacts("folder", 9, 9, {}, labels, 0, silos=silos, missing=(PATH,)))
 
 
-@pytest.mark.parametrize("show", [status, found, audited, checked])
+@pytest.mark.parametrize("show", [status, hits, audited, checked])
 def test_long_names_and_paths_are_whole_in_a_table_of_80_columns(
-    show: Callable[[SafeConsole, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    show: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    screen = io.StringIO()
-    show(SafeConsole(file=screen, width=80), monkeypatch)
-    text = screen.getvalue()
+    monkeypatch.setenv("COLUMNS", "80")
+    show()
+    text = capsys.readouterr().out
     rows = [line for line in text.splitlines() if line[:1] in tuple("┏┃┡│└├")]
     assert rows
     assert max(map(len, rows)) <= 80
     assert "…" not in text
-    first = "".join(re.split("[│┃]", line)[1 if show is not found else 3].strip() for line in rows if "│" in line)
-    for name in [PATH] if show is found else NAMES:
+    assert ("123.5 GB" in text) == (show in (status, audited)), "one way to write bytes"
+    first = "".join(re.split("[│┃]", line)[1 if show is not hits else 3].strip() for line in rows if "│" in line)
+    for name in [PATH] if show is hits else NAMES:
         assert name in first
     if show is status:
         assert f"{NAMES[0]}, last error: {REASON}" in text.splitlines()

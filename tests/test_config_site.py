@@ -32,9 +32,8 @@ def test_paths_of_a_site_file_start_at_its_folder(tmp_path: Path) -> None:
     assert site.policy == tmp_path / "rules" / "policy.yaml"
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
+def test_a_mistake_in_a_site_file_is_named(tmp_path: Path) -> None:
+    for text, place in (
         ("modalities: [sound]", ": line 1: modalities.0"),
         ("name: silo-00\ncolour: red", ": line 2: colour"),
         ("modalities: [image, image]", ": line 1: modalities"),
@@ -42,13 +41,11 @@ def test_paths_of_a_site_file_start_at_its_folder(tmp_path: Path) -> None:
         ("name: x\nkeys keys\nout: x\n", ": line 2"),
         ("file: other.yaml", ": line 1: file"),
         ("- data", ""),
-    ],
-)
-def test_a_mistake_in_a_site_file_is_named(tmp_path: Path, text: str, place: str) -> None:
-    file = written(tmp_path, text)
-    with pytest.raises(InputError) as caught:
-        read_site(file)
-    assert caught.value.place == f"{file}{place}"
+    ):
+        file = written(tmp_path, text)
+        with pytest.raises(InputError) as caught:
+            read_site(file)
+        assert caught.value.place == f"{file}{place}", text
 
 
 def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) -> None:

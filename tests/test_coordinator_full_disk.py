@@ -1,7 +1,8 @@
-"""Full disks: checkpoints are retried and the run can be resumed; the task of a silo does not fail."""
+"""Full disks: checkpoints are retried, a run can be resumed, no task fails, and a missing signed end is reported."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,14 +14,20 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from coordinator.rounds import Phase
-from fedmq.errors import DiskError, RunError
+import fedmq.wire.message_log
+from coordinator import checkpoints
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli.run import _on_full_disk
+from fedmq.clock import WallClock
+from fedmq.errors import DiskError, InputError
 from fedmq.storage import run_folder
-from fedmq.wire.log_events import LogEvent
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import MessageLog, write_all
 from silos.personal_state import StateStore
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run, threaded_run
-from tests.in_process_run import notes
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 #: A file size limit simulates a full disk, which would need root privileges: the system refuses the write.
 FULL = """
@@ -96,36 +103,6 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[
     return refused
 
 
-@pytest.mark.slow
-def test_a_checkpoint_on_a_full_disk_is_tried_three_times_and_the_run_can_be_resumed(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uninterrupted = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
-    out = tmp_path / "full"
-    fail_writes(monkeypatch, "version-000002", 4)
-    with pytest.raises(RunError, match=r"checkpoint could not be written: .*No space left"):
-        in_process_run.run(resolved(tiny), out)
-    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 3
-    assert not list((out / "checkpoints").glob(".version-*"))
-    assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == uninterrupted
-    assert len(notes(out, LogEvent.CHECKPOINT_REFUSED)) == 4
-
-
-@pytest.mark.slow
-def test_a_full_disk_of_a_silo_ends_its_process_but_does_not_fail_its_task(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    uninterrupted = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
-    refused = fail_writes(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
-    outcome = threaded_run.run(scenario, tmp_path / "full")
-    assert len(refused) == 1
-    assert outcome.phase is Phase.DONE
-    assert outcome.summary.tasks.failed == 0
-    assert outcome.summary.model_digest == uninterrupted["model_digest"]
-    assert outcome.summary.personal == uninterrupted["personal"]
-
-
 def test_a_full_disk_of_a_silo_ends_a_run_in_one_process_which_can_be_resumed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +115,67 @@ def test_a_full_disk_of_a_silo_ends_a_run_in_one_process_which_can_be_resumed(
     assert again["model_digest"] == uninterrupted["model_digest"]
 
 
+def test_a_run_in_one_process_has_all_states_on_disk_before_a_checkpoint_refers_to_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+
+    def flush(path: Path, *, cached: bool) -> None:
+        flushed.append(path.parent.name)
+        if len(flushed) == 4:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(run_folder, "to_disk", flush)
+    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=3", "participation=1")
+    with pytest.raises(DiskError, match="silo-0"):
+        in_process_run.run(scenario, tmp_path)
+    saved = checkpoints.load(RunFolder(tmp_path).checkpoints)
+    replies = sum(1 for task in (saved.rounds.committed if saved else {}).values() if task)
+    assert replies <= 3 < len(flushed)
+
+
 def test_a_path_where_no_state_can_be_written_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "silo").write_text("somebody's own")
     with pytest.raises(DiskError, match="a folder that can be written"):
         StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, committed=0)
+
+
+def full_at_the_end(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The disk is full when the logs of these names are signed at their end."""
+
+    def full(file: Any, line: bytes) -> None:
+        if Path(file.name).stem in names and b'"at":"end"' in line:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(file, line)
+
+    monkeypatch.setattr(fedmq.wire.message_log, "write_all", full)
+
+
+def test_a_log_whose_end_cannot_be_signed_says_so_unless_another_error_ends_its_process(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario, out, told = resolved(tiny, "rounds=1"), tmp_path / "run", list[str]()
+    full_at_the_end(monkeypatch, "coordinator", "silo-00")
+
+    def telling(uri: str, keys: Path) -> None:
+        try:
+            run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, out))
+        except DiskError as error:
+            told.append(str(error))
+
+    with pytest.raises(DiskError) as caught, _on_full_disk(RunFolder(out), "fedmq coordinator --resume"):
+        threaded_run.run(scenario, out, silos=scenario.silo_names[1:], others=[telling])
+    what = "could not be written: No space left on device; the log lacks its signed end, which an audit reports"
+    assert str(caught.value) == f"{out}/messages/coordinator.jsonl: {what}"  # a finished run cannot be resumed
+    assert told == [f"{out}/messages/silo-00.jsonl: {what}"]
+    assert {finding.place for finding in audit_run(out).findings} == {"coordinator.jsonl", "silo-00.jsonl"}
+
+    with pytest.raises(InputError, match="the cause"), MessageLog(tmp_path / "silo-00.jsonl", "silo-00", WallClock()):
+        raise InputError("the cause", "x", "y")
+
+
+def test_an_unfinished_run_that_a_full_disk_ends_says_how_to_continue_it(tmp_path: Path) -> None:
+    resume, folder = "fedmq coordinator --resume RUN", RunFolder(tmp_path)
+    said = pytest.raises(DiskError, match=f"No space left on device; free space, then: {resume}$")
+    with said, _on_full_disk(folder, resume), run_folder.writing(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handshakes import Inquiries
 from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.status import Inquiries
 from fedmq.clock import WallClock
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.runs.status import SiloPhase, status_of
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.inquiry import ask_status
-from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key, revoke
+from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import HandshakeRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -93,22 +93,6 @@ def test_an_unknown_sender_learns_one_line(
     assert "fedmq keys accept" in printed.err
 
 
-def test_a_removed_key_is_treated_as_unknown(uri: str, keys: Path, tmp_path: Path) -> None:
-    guest = new_key(tmp_path / "guest", "guest")
-    accept_key(keys, "guest", guest.key.public_key())
-    accepted = load_accepted(keys.parent / "operator")
-    revoke(keys, "guest")
-    with pytest.raises(InputError, match="does not accept this key of guest"):
-        ask_status(uri, guest, accepted)
-
-
-@pytest.mark.slow  # ZeroMQ keeps an unsent hello for two seconds
-def test_a_listener_without_the_coordinators_key_is_not_queried(uri: str, keys: Path, tmp_path: Path) -> None:
-    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
-    with pytest.raises(InputError, match="another process, or a coordinator with another key"):
-        ask_status(uri, load_identity(tmp_path / "keys", "silo-00"), load_accepted(tmp_path / "keys"))
-
-
 @pytest.mark.slow
 def test_an_absent_coordinator_is_reported(keys: Path) -> None:
     silo = load_identity(keys, "silo-00")
@@ -119,18 +103,6 @@ def test_an_absent_coordinator_is_reported(keys: Path) -> None:
         ask_status(f"tcp://{unknown}:1", silo, load_accepted(keys), 0.3)
     with pytest.raises(InputError, match="no key of the coordinator"):
         ask_status("tcp://127.0.0.1:1", silo, {})
-
-
-def test_if_there_are_several_keys_the_name_of_one_is_required(
-    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    connect = ("status", "--connect", "tcp://127.0.0.1:1", "--keys")
-    assert fedmq(monkeypatch, *connect, keys) == 2
-    assert "--name: found 'evaluator, silo-00, silo-01" in capfd.readouterr().err
-    assert fedmq(monkeypatch, *connect, tmp_path) == 2
-    assert "no private key in" in capfd.readouterr().err
-    assert fedmq(monkeypatch, "status") == 2
-    assert fedmq(monkeypatch, "status", tmp_path, "--connect", "tcp://127.0.0.1:1") == 2
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -151,22 +123,6 @@ def test_a_peer_that_names_no_run_can_only_query_the_status(keys: Path, asks: bo
     ready, _ = complete(joining, accepted, welcome, 0.0)
     with pytest.raises(RemoteWireError, match="a ready, expected: inquire"):
         confirm(responded, ready)
-
-
-def test_an_invalid_status_is_refused_in_one_line() -> None:
-    for text in ("{", "{}", '{"run": "\\u001b[2J"}'):
-        with pytest.raises(RunError, match="the coordinator's status cannot be read") as caught:
-            status_of(text)
-        assert "\n" not in str(caught.value)
-        assert "\x1b" not in str(caught.value)
-    usable = {"run": "r", "written": "2026-12-01T00:00:00+00:00", "phase": "gathering", "round": 0, "rounds": 1}
-    usable |= {"loss": None, "metrics": {}, "up": 0, "down": 0, "now": 0.0, "elapsed": 0.0, "refused": {}}
-    usable |= {"last_refused": "", "silos": {}}
-    assert status_of(json.dumps(usable)).rounds == 1
-    heard = {"silos": {"silo-00": {"phase": "lost", "heard": "2026-12-01T00:00:00"}}}
-    for damaged in ({"written": "yesterday"}, {"up": 10**400}, {"round": -1}, heard):
-        with pytest.raises(RunError, match="the coordinator's status cannot be read"):
-            status_of(json.dumps(usable | damaged))
 
 
 def test_the_status_of_many_silos_with_long_errors_fits(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.replay import require_repeatable
-from fedmq.cli import terminal
 from fedmq.errors import InputError
 from fedmq.runs.report import run_report
+from fedmq.runs.result_limits import items_each
 from fedmq.runs.results import read_summary
 from tests.own_data_sites import arrays, of_hospital
 from tests.own_data_threads import OwnRun
@@ -45,7 +45,7 @@ def test_a_run_ends_with_a_summary_and_a_report_without_a_silo_that_never_joined
     run.coordinate(listening=lambda: run.start("silo-00", "silo-01"))
     assert set(run.ended.values()) == {""}, run.ended
     absent = read_summary(run.folder).per_silo["silo-02"]
-    assert "0 to" not in terminal._heldout(read_summary(run.folder))
+    assert "0 to" not in items_each(read_summary(run.folder))
     assert (absent.modalities, absent.samples, absent.participations, absent.items) == ([], 0, 0, {})
     run_report.write(run.folder, {})
     assert "silo-02" in run.folder.report.read_text()

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import Action, Arrived, Joined, Lost, Merge, Merged, Send, StillConnected, WaitEnded
-from coordinator.rounds import Phase, Rounds, RoundsPlan
+from coordinator.participation import RoundsPlan
+from coordinator.round_events import Action, Arrived, Joined, Lost, Merge, Merged, Send, StillConnected, WaitEnded
+from coordinator.rounds import Phase, Rounds
 from fedmq.errors import InputError
-from fedmq.runs.results import read_metrics
-from fedmq.runs.run_records import MergeLine
-from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_events import LogEvent
-from silos.program import run_silo
-from silos.tasks import SiloArguments
-from tests import in_process_run
-from tests.threaded_run import hold, resolved, run, run_of
-from tests.waiting import wait_for_merges
+from tests.threaded_run import resolved, run
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 PLAN = RoundsPlan(seed=1, rounds=5, silos=SILOS, eligible=SILOS, minimum=2)
@@ -48,13 +41,6 @@ def test_a_run_starts_with_the_minimum_and_selects_late_silos_from_the_next_roun
     assert actions == (Merge(0, (Arrived("silo-01", 1), Arrived("silo-03", 1))),)
     rounds, actions = rounds.handle(Merged(1))
     assert sends(actions) == ["silo-00", "silo-01", "silo-03"]
-
-
-def test_without_rounds_a_late_silo_is_selected_immediately() -> None:
-    rounds, actions = joined(replace(PLAN, mode="buffered", buffer=2), "silo-00", "silo-01")
-    assert sends(actions) == ["silo-00", "silo-01"]
-    _, actions = rounds.handle(Joined("silo-02"))
-    assert sends(actions) == ["silo-02"]
 
 
 def test_silos_that_the_method_cannot_select_do_not_count() -> None:
@@ -117,28 +103,3 @@ def test_a_minimum_that_cannot_be_reached_is_refused(tiny: Path, tmp_path: Path)
     )
     with pytest.raises(InputError, match="at most 3, the silos that paired_only can select"):
         run(one_sided, tmp_path)
-
-
-@pytest.mark.slow
-def test_a_late_silo_takes_part_in_a_real_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = resolved(tiny, "participation.rate=1", "participation.minimum=3", "rounds=4")
-
-    def merges() -> list[MergeLine]:
-        return [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
-
-    # After the first merge the run waits for it.
-    hold(monkeypatch, lambda: not merges() or len(in_process_run.notes(tmp_path, LogEvent.JOINED)) == len(SILOS))
-
-    def late(uri: str, keys: Path) -> None:
-        wait_for_merges(tmp_path, 1)
-        run_silo(SiloArguments(run_of(scenario), "silo-03", uri, keys, tmp_path))
-
-    outcome = run(scenario, tmp_path, silos=SILOS[:3], others=[late])
-    assert outcome.summary is not None
-    assert merges()[0].replies == list(SILOS[:3])
-    assert merges()[-1].replies == list(SILOS)
-
-
-def test_the_minimum_is_not_part_of_a_runs_identity(tiny: Path) -> None:
-    assert run_of(resolved(tiny)).id == run_of(resolved(tiny, "participation.minimum=2")).id
-    assert run_of(resolved(tiny)).id == run_of(resolved(tiny, "aggregation.task_limit=5")).id

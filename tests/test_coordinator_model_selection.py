@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.run_folder import RunFolder
 from tests.in_process_run import run
 from tests.threaded_run import resolved
-from tests.threaded_run import run as threaded_run
 
 #: A learning rate so high that the model soon gets worse.
 SETTINGS = ("rounds=12", "evaluation.split=val", "evaluation.every=1", "training.learning_rate=0.3")
@@ -40,14 +38,6 @@ def test_patience_counts_evaluations_without_a_higher_value() -> None:
     assert not patience_over([], 1)
     unordered = evaluations(0.1, 0.5, 0.4)
     assert patience_over([unordered[2], unordered[0], unordered[1]], 1)
-
-
-@pytest.mark.parametrize("setting", ["evaluation.keep=best", "evaluation.patience=2"])
-def test_the_test_split_must_not_choose_the_model(tiny: Path, setting: str) -> None:
-    with pytest.raises(InputError, match=r"needs evaluation\.split val: test items must not choose the model"):
-        resolved(tiny, setting)
-    with pytest.raises(InputError, match=r"evaluation\.every above 0"):
-        resolved(tiny, "evaluation.split=val", "evaluation.every=0", "evaluation.patience=2")
 
 
 @pytest.mark.slow
@@ -95,14 +85,3 @@ def test_a_run_ends_early_and_its_resume_does_not_continue(tiny: Path, tmp_path:
     resumed = run(scenario, tmp_path / "cut", resume=True)
     assert resumed.summary is not None
     assert resumed.summary.model_digest == digest
-
-
-@pytest.mark.slow
-def test_silos_with_messages_stop_early_at_the_same_version(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, *SETTINGS, "evaluation.patience=2", "evaluation.keep=best")
-    inline, wired = run(scenario, tmp_path / "inline").summary, threaded_run(scenario, tmp_path / "wired").summary
-    assert inline is not None and wired is not None
-    assert (wired.model_digest, wired.versions, wired.best) == (inline.model_digest, inline.versions, inline.best)
-    summary = json.loads((tmp_path / "wired" / "summary.json").read_text())
-    assert summary["best"]["metric"] == "mean_r1"
-    assert not audit_run(tmp_path / "wired").findings

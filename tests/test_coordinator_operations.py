@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,18 +19,18 @@ from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
-from fedmq.runs.status import SiloPhase, read_status
+from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from silos.program import run_silo
 from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.threaded_run import run as threaded_run
-from tests.waiting import PATIENCE, wait_for, wait_for_merges
+from tests.waiting import PATIENCE, wait_for_merges
 
 pytestmark = pytest.mark.slow
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
-ROUNDS = "rounds=20"
+ROUNDS = "rounds=10"
 SILOS = tuple(f"silo-0{index}" for index in range(4))
 
 
@@ -127,7 +126,6 @@ def test_a_stopped_coordinator_leaves_its_silos_waiting_and_resumes_with_the_sam
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(PATIENCE) == 1
     assert read_status(processes.out / "status.json").phase == "stopped"
-    time.sleep(1.0)
     assert [peer.poll() for peer in peers] == [None, None] and all(map(threading.Thread.is_alive, others)), (
         "silos and evaluator wait"
     )
@@ -140,17 +138,6 @@ def test_a_stopped_coordinator_leaves_its_silos_waiting_and_resumes_with_the_sam
     wait_for_end(peers, others)  # the end of the run ends them
     assert processes.summary()["model_digest"] == reference
     assert not audit_run(processes.out).findings
-
-
-def test_with_stop_silos_a_stop_ends_all_processes(processes: Processes) -> None:
-    coordinator, uri = processes.coordinator(
-        str(processes.tiny), "--out", str(processes.out), "--set", ROUNDS, "--stop-silos"
-    )
-    peers, others = processes.peers(uri)
-    processes.wait_for_round(3)
-    coordinator.send_signal(signal.SIGINT)
-    assert coordinator.wait(PATIENCE) == 1
-    wait_for_end(peers, others)
 
 
 class Link:
@@ -192,28 +179,6 @@ class Link:
                 each.shutdown(socket.SHUT_RDWR)
                 each.close()
         self.pairs.clear()
-
-
-def test_a_cut_link_loses_nothing_and_applies_nothing_twice(processes: Processes, reference: str) -> None:
-    coordinator, uri = processes.new_run()
-    link = Link(uri)
-    try:
-        peers = [processes.peer(uri, "evaluator"), processes.peer(link.uri, "silo", "--name", SILOS[0])]
-        others = processes.silos_here(uri, SILOS[1:])
-        processes.wait_for_round(3)
-        link.cut()
-        status = processes.out / "status.json"
-        wait_for(lambda: read_status(status).silos[SILOS[0]].phase is SiloPhase.LOST, PATIENCE)
-        time.sleep(2.0)
-        link.open = True
-        assert coordinator.wait(PATIENCE) == 0
-        wait_for_end(peers, others)
-    finally:
-        link.listener.close()
-    summary = processes.summary()
-    assert summary["model_digest"] == reference
-    assert summary["tasks"]["merged"] == 20 * 3, "three of four silos in each round"
-    assert not audit_run(processes.out).findings
 
 
 def test_a_silo_that_is_away_when_the_last_round_ends_is_ended_by_the_run_too(tiny: Path, tmp_path: Path) -> None:

@@ -15,19 +15,14 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.clock import WallClock
 from fedmq.config.run_id import MOST_NAMED, KeyDigests, keys_in, named
 from fedmq.config.scenario import Scenario
-from fedmq.federation.population import build_population
 from fedmq.runs.status import read_status, status_of
-from fedmq.storage.run_folder import RunFolder
-from fedmq.wire import inquiry
-from fedmq.wire.channel import Channel
+from fedmq.wire.channel import Channel, OtherRunError
 from fedmq.wire.inquiry import OTHER_SCENARIO, ScenarioComparison, ask_status, differing_keys
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity, new_key
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import Error
-from silos.host import Host, HostArguments
-from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE, wait_for
 
@@ -126,30 +121,29 @@ def test_both_operators_learn_the_keys_but_no_values(tiny: Path, run: Path, keys
     assert len(notes(log, LogEvent.OTHER_SCENARIO)) == 1
 
 
-def test_hosted_silos_learn_the_keys_from_one_inquiry(tiny: Path, keys: Path, tmp_path: Path) -> None:
-    uri, scenario, names = f"shared+{uri_of(keys)}-hosts", resolved(tiny, *OTHER), ("silo-02", "silo-03")
-    population = build_population(scenario)
-    model = population.build_model(scenario, "cpu", ("image", "text"))
-    arguments = HostArguments(names, SiloArguments(run_of(scenario), names[0], uri, keys, tmp_path), len(names))
-    identities = {name: load_identity(keys, name) for name in names}
-    with waiting_coordinator(tiny, keys, uri, tmp_path / "coordinator") as out:
-        channels = Host(arguments, population, model, load_accepted(keys), identities).channels
-        channels.start()
-        refused = [RunFolder(tmp_path).messages(name) for name in names]
-        wait_for(lambda: all(notes(path, LogEvent.HELLO_REFUSED) for path in refused))
-        channels.close()
-        assert {note["keys"] for path in refused for note in notes(path, LogEvent.HELLO_REFUSED)} == {KEYS}
-        log = RunFolder(out).messages("coordinator")
-        wait_for(lambda: notes(log, LogEvent.OTHER_SCENARIO))
-        assert notes(log, LogEvent.OTHER_SCENARIO) == [{"peer": names[0], "keys": KEYS}]
-
-
 @pytest.mark.usefixtures("run")
 def test_an_accepted_key_of_no_silo_learns_nothing_of_the_scenario(tiny: Path, keys: Path) -> None:
     operator = load_identity(keys.parent / "operator", "operator")
     asked = ask_status(uri_of(keys), operator, load_accepted(keys))
-    assert json.loads(asked)["coordinator"]["scenario"] is None
+    facts = json.loads(asked)["coordinator"]
+    assert facts["scenario"] is None and facts["offer"] is None
     assert differing_keys(asked, plain(resolved(tiny, "seed=9"))) == ()
+
+
+@pytest.mark.usefixtures("run")
+def test_a_standing_silo_leaves_a_run_when_the_coordinator_has_begun_another(
+    tiny: Path, keys: Path, tmp_path: Path
+) -> None:
+    identity, accepted = load_identity(keys, SILO), load_accepted(keys)
+    log = MessageLog(tmp_path / "silo.jsonl", SILO, WallClock())
+    other = run_of(resolved(tiny, *OTHER)).id
+    link = Channel(uri_of(keys), identity, accepted, other, log, WallClock(), lambda: 0.0, ends_with_other_run=True)
+    link.start()
+    with pytest.raises(OtherRunError, match="has begun another run: "):
+        link.receive(PATIENCE)
+    link.close()
+    offer = status_of(ask_status(uri_of(keys), identity, accepted)).coordinator
+    assert offer is not None and offer.offer is not None and "seed: " in offer.offer.scenario
 
 
 def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Path, keys: Path, tmp_path: Path) -> None:
@@ -157,16 +151,6 @@ def test_a_silo_with_a_policy_compares_keys_but_reports_none(tiny: Path, run: Pa
     assert "with other values of seed;" in line
     log = run / "messages" / "coordinator.jsonl"
     assert "silo-02" not in {note["peer"] for note in notes(log, LogEvent.OTHER_SCENARIO)}
-
-
-def test_no_keys_are_named_if_the_coordinator_does_not_report_its_own(
-    tiny: Path, run: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inquiry, "differing_keys", lambda *_: ())
-    line = refused(resolved(tiny, "seed=5"), keys, tmp_path)[0]
-    assert "has another scenario: " in line and "other values" not in line
-    assert all("keys" not in note for note in notes(tmp_path / "silo.jsonl", LogEvent.HELLO_REFUSED))
-    assert run.exists()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def with_longer_updates(diverging: Diverging, patch: pytest.MonkeyPatch) -> None
 @example(((True, False),) * SILOS)
 @example(((False, True),) * SILOS)
 @example(((True, True), *NEVER[1:]))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2)
 def test_a_run_fails_if_a_round_trains_no_silo_and_otherwise_names_silos_refused_throughout(
     scenario: Scenario, diverging: Diverging
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -11,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import rounds as machine
-from coordinator.events import (
+from coordinator.participation import RoundsPlan, Sampling
+from coordinator.round_events import (
     Action,
     Arrived,
     Deadline,
     Discard,
-    DiscardReason,
     EvaluationAborted,
     Event,
     Expelled,
@@ -33,8 +34,7 @@ from coordinator.events import (
     Switched,
     WaitEnded,
 )
-from coordinator.participation import Sampling, draw_order
-from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds, RoundsPlan
+from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
@@ -82,15 +82,6 @@ def test_a_merge_starts_the_next_round_and_the_last_merge_ends_the_run() -> None
         sends = [action for action in actions if isinstance(action, Send)]
     assert rounds.phase is Phase.DONE
     assert actions == (Finish(),)
-
-
-def test_a_second_reply_is_discarded() -> None:
-    rounds, sends = gathered(plan())
-    rounds, _ = rounds.handle(Arrived("silo-00", 1))
-    again, actions = rounds.handle(Arrived("silo-00", 1))
-    assert again == rounds
-    assert actions == (Discard("silo-00", 1, "duplicate"),)
-    assert sends
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -165,21 +156,6 @@ def test_an_aborted_evaluation_stops_only_a_run_whose_rounds_are_done() -> None:
     assert rounds.handle(EvaluationAborted()) == (replace(rounds, phase=Phase.STOPPED), ())
 
 
-def test_every_action_names_the_event_that_caused_it() -> None:
-    rounds, actions = Rounds(plan(patience=9.0)), ()
-    for number, silo in enumerate(SILOS, -len(SILOS)):
-        rounds, actions = rounds.handle(Joined(silo), number)
-    assert {action.cause for action in actions} == {-1}, "the last silo joined"
-    for number, send in enumerate([action for action in actions if isinstance(action, Send)], 1):
-        rounds, actions = rounds.handle(Arrived(send.silo, send.sequence), number)
-    assert [(type(action), action.cause) for action in actions] == [(Merge, 4)]
-    rounds, actions = rounds.handle(Merged(1), 4)
-    assert {type(action) for action in actions} == {Send, SetDeadline}
-    assert {action.cause for action in actions} == {4}
-    _, actions = rounds.handle(Arrived("silo-00", 1), 5)
-    assert actions == (Discard("silo-00", 1, DiscardReason.DUPLICATE, cause=5),)
-
-
 def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
     rounds, sends = gathered(plan())
     with pytest.raises(IllegalEventError, match="silo-77"):
@@ -252,16 +228,6 @@ def test_when_all_silos_are_gone_the_round_waits_for_the_first_to_return() -> No
     assert actions == (Send("silo-01", 2, 1, 1),)
 
 
-def test_the_cohort_size_is_rounded_down_and_at_least_one() -> None:
-    assert plan(participation=0.5).cohort_size(0) == 2
-    assert plan(participation=0.74).cohort_size(0) == 2
-    assert plan(participation=0.01).cohort_size(0) == 1
-    assert (
-        RoundsPlan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size(0)
-        == 29
-    )
-
-
 def test_an_opening_round_selects_all_silos_once_and_waits_for_all_of_them() -> None:
     rounds, sends = gathered(plan(participation=0.5, first_round_selects_all=True))
     assert [send.silo for send in sends] == list(SILOS)
@@ -272,33 +238,6 @@ def test_an_opening_round_selects_all_silos_once_and_waits_for_all_of_them() -> 
     assert [reply.silo for reply in merge.replies] == list(SILOS)
     rounds, again = rounds.handle(Merged(1))
     assert len(again) == len(rounds.cohort) == 2
-
-
-def test_buffered_mode_has_no_opening_round() -> None:
-    _, sends = gathered(plan(participation=0.5, first_round_selects_all=True, mode="buffered"))
-    assert len(sends) == 2
-
-
-def test_a_plan_without_eligible_silos_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of the silos"):
-        plan(eligible=())
-
-
-def test_the_state_machine_is_restored_from_a_checkpoint_between_rounds() -> None:
-    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
-    rounds, _ = answer(rounds, sends[:2])
-    rounds, _ = rounds.handle(Deadline(0))
-    restored = Rounds.from_record(rounds.plan, rounds.after_merge().to_record())
-    assert restored == rounds.after_merge()
-    live, expected = rounds.handle(Merged(1))
-    actions: tuple[Action, ...] = ()
-    resent: list[Action] = []
-    for silo in SILOS:
-        restored, actions = restored.handle(Joined(silo))
-        resent += [a for a in actions if isinstance(a, Send) and a.round == 0]
-    assert tuple(a for a in actions if not (isinstance(a, Send) and a.round == 0)) == expected
-    assert [(send.silo, send.sequence) for send in resent if isinstance(send, Send)] == [("silo-02", 1), ("silo-03", 1)]
-    assert replace(restored, online=live.online) == live
 
 
 #: A kind of event, mostly of a silo with a pending task, and a number that picks the silo.
@@ -376,7 +315,8 @@ class InvariantChecker:
             return
         rounds, plan_ = self.rounds, before.plan
         assert rounds.version - before.version == isinstance(event, Merged)
-        assert rounds.phase in TABLE[before.phase][type(event)]
+        exits = TABLE[before.phase][type(event)].exits
+        assert rounds.phase in {before.phase, *(way.to for way in exits)}
         assert not stalled(rounds)
         for action in actions:
             self.check_action(action, event)
@@ -404,7 +344,7 @@ class InvariantChecker:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(PLANS, st.lists(EVENT_CHOICES, min_size=20, max_size=60))
 def test_no_sequence_of_events_merges_a_reply_twice_or_too_stale_stalls_a_run_or_skips_a_version(
     plan_: RoundsPlan, choices: list[tuple[str, int]]
@@ -414,29 +354,13 @@ def test_no_sequence_of_events_merges_a_reply_twice_or_too_stale_stalls_a_run_or
         checker.feed(chosen_event(checker.rounds, what, number))
 
 
-def test_most_random_event_sequences_merge_several_times() -> None:
-    """Events drawn regardless of the state rarely merge; the invariants above would then hold trivially."""
-    reached: list[int] = []
-
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
-    @given(PLANS.map(lambda each: replace(each, rounds=6)), st.lists(EVENT_CHOICES, min_size=20, max_size=60))
-    def play(plan_: RoundsPlan, choices: list[tuple[str, int]]) -> None:
-        checker = InvariantChecker(plan_)
-        for what, number in choices:
-            checker.feed(chosen_event(checker.rounds, what, number))
-        reached.append(checker.rounds.version)
-
-    play()
-    assert sum(version >= 2 for version in reached) > len(reached) / 2
-
-
 def allowed_age(plan_: RoundsPlan) -> float:
     if plan_.mode == "sync":
         return 0
     return float("inf") if plan_.max_staleness is None else plan_.max_staleness
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
 def test_a_run_ends_with_replies_in_any_order_and_occasional_failures(plan_: RoundsPlan, chance: Random) -> None:
     rounds, _ = gathered(plan_)
@@ -459,7 +383,7 @@ def test_a_run_ends_with_replies_in_any_order_and_occasional_failures(plan_: Rou
     assert rounds.version == plan_.rounds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
 def test_a_state_machine_restored_from_any_checkpoint_sends_and_merges_the_same(
     plan_: RoundsPlan, chance: Random
@@ -490,12 +414,21 @@ def test_a_state_machine_restored_from_any_checkpoint_sends_and_merges_the_same(
 
 
 def test_the_diagram_in_the_docs_is_that_of_the_transition_table() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "explanation" / "rounds.md").read_text()
-    assert machine.diagram() in text
+    drawing = (Path(__file__).parent.parent / "docs" / "images" / "rounds.svg").read_text()
+    drawn = {
+        (*arrow.split("-"), event)
+        for arrow, texts in re.findall(r'<g id="([a-z]+-[a-z]+)">(.*?)</g>', drawing, re.DOTALL)
+        for event in re.findall(r"<text.*?>(\w+)</text>", texts)
+    }
+    assert drawn == {
+        (phase, way.to, event.__name__)
+        for phase, row in machine.TABLE.items()
+        for event, transition in row.items()
+        for way in transition.exits
+    }
 
 
 # ------------------------------------------------------------------------------ cases that random events do not cover
-TEN = tuple(f"silo-{index:02d}" for index in range(10))
 
 
 def test_floating_point_error_does_not_round_up_the_number_of_tasks_or_the_quorum() -> None:
@@ -509,19 +442,6 @@ def test_floating_point_error_does_not_round_up_the_number_of_tasks_or_the_quoru
     assert actions == ()
     rounds, _ = rounds.handle(Arrived(sends[6].silo, 1))
     assert rounds.phase is Phase.MERGING
-
-
-def test_a_deadline_without_pending_tasks_merges_nothing_and_a_returning_silo_is_selected() -> None:
-    rounds, _ = gathered(plan(patience=5.0, quorum=0.5))
-    for silo in SILOS:
-        rounds, _ = rounds.handle(Failed(silo, 1, "x"))
-        rounds, _ = rounds.handle(Switched(silo, False))
-    rounds, actions = rounds.handle(Merged(1))
-    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
-    rounds, actions = rounds.handle(Deadline(1))
-    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
-    rounds, actions = rounds.handle(Switched("silo-02", True))
-    assert actions[0] == Send("silo-02", 2, 1, 1)
 
 
 def test_a_run_is_stalled_when_all_silos_are_off_unless_one_given_up_may_return() -> None:
@@ -549,15 +469,3 @@ def test_a_reply_at_the_staleness_limit_is_merged_and_an_older_one_is_discarded(
         rounds, _ = rounds.handle(Arrived("silo-01", rounds.pending["silo-01"].sequence))
         rounds, _ = rounds.handle(Merged(age + 1))
     assert after.phase is Phase.COLLECTING
-
-
-def test_every_round_draws_a_new_cohort() -> None:
-    rounds, sends = gathered(RoundsPlan(1, 6, TEN, TEN, participation=0.3))
-    cohorts = []
-    for version in range(6):
-        cohorts.append(tuple(send.silo for send in sends))
-        assert cohorts[-1] == tuple(sorted(draw_order(1, version, TEN, {})[:3]))
-        rounds, _ = answer(rounds, sends)
-        rounds, actions = rounds.handle(Merged(version + 1))
-        sends = [action for action in actions if isinstance(action, Send)]
-    assert len(set(cohorts)) > 3

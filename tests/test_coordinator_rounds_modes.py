@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.events import (
+from coordinator.participation import RoundsPlan, Sampling
+from coordinator.round_events import (
     Action,
     Arrived,
     Deadline,
@@ -19,8 +20,7 @@ from coordinator.events import (
     SetDeadline,
     Switched,
 )
-from coordinator.participation import Sampling
-from coordinator.rounds import Phase, Rounds, RoundsPlan
+from coordinator.rounds import Phase, Rounds
 
 SILOS = tuple(f"silo-{index:02d}" for index in range(6))
 
@@ -59,10 +59,6 @@ def test_over_selection_selects_more_silos_and_merges_the_first_replies_up_to_th
     assert actions == (Discard(selected[0], 1, "surplus"),)
 
 
-def test_over_selection_never_selects_more_silos_than_exist() -> None:
-    assert len(sent(started(plan(over_select=1.5))[1])) == 6
-
-
 def test_buffered_mode_keeps_a_cohort_of_tasks_pending_and_selects_a_silo_once_per_version() -> None:
     rounds, actions = started(plan(mode="buffered", participation=0.67, buffer=2))
     first = sent(actions)
@@ -78,15 +74,6 @@ def test_buffered_mode_keeps_a_cohort_of_tasks_pending_and_selects_a_silo_once_p
     assert [send.base_version for send in actions if isinstance(send, Send)] == [1]
 
 
-def test_a_buffer_as_large_as_the_cohort_waits_like_a_round() -> None:
-    rounds, actions = started(plan(mode="buffered", participation=0.67, buffer=4))
-    first = sent(actions)
-    rounds, actions = arrive(rounds, *first[:3])
-    assert actions == ()
-    _, actions = arrive(rounds, first[3])
-    assert len(actions[0].replies) == 4  # type: ignore[union-attr]
-
-
 def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
     rounds, _ = started(plan(mode="buffered", buffer=2))
     for version in (1, 2):
@@ -95,16 +82,6 @@ def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
     assert rounds.pending["silo-00"].base_version == 0
     _, actions = arrive(rounds, "silo-00", "silo-01")
     assert actions == (Merge(2, (Arrived("silo-00", 1), Arrived("silo-01", 3))),)
-
-
-def test_a_reply_older_than_allowed_is_discarded_and_its_silo_gets_a_new_task() -> None:
-    rounds, _ = started(plan(mode="buffered", buffer=2, max_staleness=1))
-    for version in (1, 2):
-        rounds, _ = arrive(rounds, *SILOS[1:3])
-        rounds, _ = rounds.handle(Merged(version))
-    rounds, actions = arrive(rounds, "silo-00")
-    assert actions == (Discard("silo-00", 1, "stale"), Send("silo-00", 2, 2, 2))
-    assert not rounds.arrived
 
 
 def test_async_mode_merges_replies_one_by_one() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from collections.abc import Sequence
@@ -16,16 +15,13 @@ from coordinator.liveness import AnswerLimit
 from coordinator.rounds import Phase
 from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import terminal
 from fedmq.evaluation.program import Evaluator
 from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import RunSummary
-from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Metrics, Payload
 from tests import in_process_run
-from tests.run_summaries import summary
 from tests.threaded_run import resolved, run
 from tests.waiting import PATIENCE
 
@@ -114,24 +110,3 @@ def test_the_limit_counts_from_the_last_answer_or_connection_and_follows_the_lon
     given = AnswerLimit(5.0)
     given.requested(0.0)
     assert given.limit == 5.0 and given.exceed(6.0)
-
-
-def test_the_display_names_the_evaluator_that_the_run_waits_for() -> None:
-    status = Status("done", 4, 4, 0, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 9.0)
-    slow = terminal.waited_for(dataclasses.replace(status, slow=(("evaluator", 40.0, 600.0),)))
-    assert slow == "the evaluator, evaluating for 40 s (limit 600 s)"
-    overdue = terminal.waited_for(dataclasses.replace(status, overdue=("evaluator",)))
-    assert overdue == "the evaluator, without a reply within the limit"
-
-
-def test_the_last_line_says_what_is_missing_and_the_command_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal._fail_if_not_evaluated(summary(), "fedmq scenario --resume runs/x")
-    assert not capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        terminal._fail_if_not_evaluated(summary(unevaluated=(0, 2)), "fedmq scenario --resume runs/x")
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "the evaluator did not answer within the limit: version 0, 2 not evaluated; the metrics above are of an "
-        "earlier version; evaluate it with fedmq scenario --resume runs/x"
-    ]
-    assert terminal.not_evaluated(summary(unevaluated=(1,), metrics={})).endswith("version 1 not evaluated")

@@ -139,18 +139,3 @@ def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_reco
     records = [record for _, record in read_log(ends.log.path)]
     notes = [each.n for each in records if isinstance(each, NoteRecord) and each.event is LogEvent.NOT_DELIVERED]
     assert undelivered == {SILO: notes[0]}
-
-
-def test_what_arrived_before_a_connection_broke_does_not_count_as_refused(tmp_path: Path) -> None:
-    """As after a long merge, during which the silo gave up the connection."""
-    ends = Ends(tmp_path, restarted=False)
-    session, _ = ends.join()
-    for _ in range(2):
-        ends.connection.send(seal_message(session, Message(BEAT)).frames)
-    queued = [ends.wire.receive(PATIENCE) for _ in range(2)]
-    ends.break_connection()
-    for received in queued:
-        assert received is not None
-        ends.roster.take(*received)
-    assert not ends.roster.refused
-    ends.close()

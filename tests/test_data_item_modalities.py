@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmq.config.scenario import Backbone, Data, MissingModality, Partition
-from fedmq.data.item_modalities import all_present, modalities_held, silo_rows, without_dropped
 from fedmq.data.partition import at_least, deal, plan
 from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import all_present
 from fedmq.data.readers.features import read_features
+from fedmq.data.silo_dataset import modalities_held, silo_rows, without_dropped
 from fedmq.errors import InputError
 
 flags = st.lists(st.sampled_from([(True, True), (True, False), (False, True)]), min_size=1, max_size=12)
@@ -61,16 +62,6 @@ def test_a_rate_takes_apart_that_many_training_pairs_only(rate: float, seed: int
     assert np.array_equal(after, without_dropped(before, train, missing))
 
 
-def test_whole_silos_leave_all_items_as_they_are() -> None:
-    before = all_present(9)
-    assert without_dropped(before, np.arange(9), MissingModality(rate=0.5)) is before
-
-
-def test_silos_named_for_a_missing_modality_are_whole_silos() -> None:
-    with pytest.raises(ValueError, match=r"missing_modality\.silos names whole silos"):
-        MissingModality.model_validate({"per": "item", "silos": {"silo-00": "image"}})
-
-
 @settings(max_examples=50)
 @given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 3))
 def test_the_smallest_silo_has_at_least_the_number_that_the_scenario_asks_for(least: int, more: int, seed: int) -> None:
@@ -116,12 +107,7 @@ def test_features_of_an_absent_modality_may_hold_anything_and_become_zero(tmp_pa
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({}, "image: found 'a value in row 1 that is not finite', allowed: .*image_present"),
         ({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present"),
-        ({"image_present": IMAGE_PRESENT, "text_present": IMAGE_PRESENT}, "neither image nor text in row 1"),
-        ({"image_present": IMAGE_PRESENT[:3]}, r"image_present: found 'bool \[3\]'"),
-        ({"text_present": np.full(6, 2)}, "text_present: found 'int64"),
-        ({"text_presnt": TEXT_PRESENT}, "did you mean text_present"),
     ],
 )
 def test_wrong_declarations_of_absent_features_are_refused(

@@ -14,11 +14,11 @@ from safetensors.numpy import save_file
 from fedmq.config.resolve import parse
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data.extract import plan
-from fedmq.data.partition import by_column
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.errors import InputError
-from fedmq.federation.population import build_population
-from fedmq.federation.preflight.data import refuse_before_extraction
+from fedmq.federation.population import Population, build_population
+from fedmq.launch import preparation
+from tests.threaded_run import run_of
 
 HOSPITALS = ("north", "south", "east") * 8
 SPLIT = ("train",) * 15 + ("test",) * 6 + ("database",) * 3
@@ -56,10 +56,6 @@ def test_each_value_is_a_silo_in_sorted_order_in_every_split(tmp_path: Path) -> 
         assert population.galleries[index].tolist() == sorted([*train, *held(HOSPITALS, value, "database")])
 
 
-def test_a_key_of_whole_numbers_is_sorted_by_size() -> None:
-    assert by_column(("10", "9", "10", "-1"), "ward", 3).tolist() == [2, 1, 2, 0]
-
-
 def test_a_safetensors_file_holds_the_column_as_numbers_or_as_text_in_its_metadata(tmp_path: Path) -> None:
     rows = np.arange(24 * 4, dtype=np.float32).reshape(24, 4)
     split = np.array([0] * 15 + [2] * 6 + [4] * 3)
@@ -95,7 +91,7 @@ def test_a_matlab_column_that_is_missing_or_of_another_length_is_refused(tmp_pat
     made = in_matlab(path, np.array(HOSPITALS))
     other = made.model_copy(
         update={
-            "data": made.dealt.model_copy(update={"column": "ward"}),
+            "data": made.dataset.model_copy(update={"column": "ward"}),
             "partition": made.partition.model_copy(update={"column": "ward"}),
         }
     )
@@ -117,7 +113,9 @@ def test_a_manifest_may_have_the_column_that_the_partition_names(tmp_path: Path,
         read_manifest(Data(name="manifest", path=path))
 
 
-def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column(tmp_path: Path) -> None:
+def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = ["image,caption,hospital,split"]
     for place, hospital in enumerate(HOSPITALS[:12]):
         Image.new("RGB", (8, 8), (20 * place, 0, 0)).save(tmp_path / f"{place}.png")
@@ -126,10 +124,12 @@ def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column
     made = scenario(tmp_path, data={"name": "manifest", "path": str(tmp_path / "list.csv")}, backbone={"name": "lite"})
     dealt: list[list[int]] = []
 
-    def fits(each: Scenario, folder: Path) -> None:
-        dealt.extend(rows.tolist() for rows in build_population(each, cache=tmp_path, folder=folder).train)
+    def check(_: Scenario, population: Population) -> None:
+        dealt.extend(rows.tolist() for rows in population.train)
 
-    refuse_before_extraction(plan(made.dealt, made.backbone, tmp_path, made.seed, "cpu"), made, fits)
+    monkeypatch.setattr(preparation, "check", check)
+    made_of = plan(made.dataset, made.backbone, tmp_path, made.seed, "cpu")
+    preparation.refuse_before_extraction(run_of(made), made_of)
     assert dealt == [[5, 8, 11], [3, 6, 9], [4, 7, 10]]
 
 

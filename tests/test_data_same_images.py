@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
@@ -20,9 +20,8 @@ from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split, first_of_equals
 from fedmq.errors import InputError
-from fedmq.federation.preflight.data import check_raw
+from fedmq.launch.data_check import check_raw
 from fedmq.seeds import numpy_generator
-from fedmq.storage.cache import file_digests
 from tests.read_data_sets import read
 
 
@@ -53,21 +52,6 @@ def prepared(path: Path, cache: Path) -> Prepared:
     return prepare(Data(name="manifest", path=path), Backbone(name="lite"), cache)
 
 
-def test_images_of_another_folder_with_the_same_names_sizes_and_times_have_their_own_features(tmp_path: Path) -> None:
-    first, second = (photos(tmp_path / name, [seed, seed + 1, seed + 2]) for name, seed in (("a", 0), ("b", 9)))
-    cache = tmp_path / "cache"
-    a, b = prepared(first, cache), prepared(second, cache)
-    assert not np.array_equal(a.image, b.image)
-    assert np.array_equal(b.image, prepared(second, tmp_path / "cache2").image)
-    assert a.content != b.content
-
-
-def test_a_copy_of_a_data_set_shares_its_features_and_its_content(tmp_path: Path) -> None:
-    first, second = (prepared(photos(tmp_path / name, [0, 1, 2]), tmp_path / "cache") for name in ("a", "b"))
-    assert first.folder == second.folder
-    assert first.content == second.content
-
-
 def test_a_image_replaced_by_one_of_the_same_size_and_time_is_another_data_set(tmp_path: Path) -> None:
     path = photos(tmp_path / "a", [0, 1, 2])
     before = prepared(path, tmp_path / "cache")
@@ -76,19 +60,8 @@ def test_a_image_replaced_by_one_of_the_same_size_and_time_is_another_data_set(t
     after = prepared(path, tmp_path / "cache")
     assert (before.digest != after.digest, before.content != after.content) == (True, True)
     assert [np.array_equal(before.image[row], after.image[row]) for row in range(3)] == [True, False, True]
-
-
-@given(st.lists(st.binary(min_size=6, max_size=6), min_size=2, max_size=6))
-@settings(max_examples=20, deadline=None)
-def test_files_have_the_same_digest_exactly_if_their_bytes_are_the_same(contents: list[bytes]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path, found = Path(folder) / "a.bmp", []
-        for content in contents:  # one name, size and time
-            path.write_bytes(content)
-            os.utime(path, (0, 0))
-            found += file_digests([path])
-    for one, digest in zip(contents, found, strict=True):
-        assert [other == digest for other in found] == [other == one for other in contents]
+    copy = prepared(photos(tmp_path / "b", [0, 1, 2]), tmp_path / "cache")
+    assert (copy.folder, copy.content) == (before.folder, before.content)
 
 
 groups = st.lists(st.integers(0, 12), min_size=4, max_size=60).filter(lambda values: len(set(values)) > 1)
@@ -156,7 +129,19 @@ def test_copies_of_a_photo_are_in_one_split_and_duplicates_across_a_given_split_
     assert check_raw(Data(name="manifest", path=path)).duplicates_by_image == ("04.png",)
 
 
-@pytest.mark.parametrize("colour", [(3, 5, 4), (250, 0, 0), (0, 128, 255)])
+def test_images_that_look_like_training_images_are_named_and_others_are_not(tmp_path: Path) -> None:
+    path = photos(tmp_path / "a", list(range(6)), "png")
+    drawn = np.random.default_rng(9).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
+    for number, pixels in enumerate(drawn):
+        Image.fromarray(pixels).resize((90, 80), Image.Resampling.NEAREST).save(tmp_path / "a" / f"{number:02d}.png")
+    assert check_raw(Data(name="manifest", path=path)).alike == ()
+    first = Image.open(tmp_path / "a" / "00.png")
+    ImageOps.mirror(first).save(tmp_path / "a" / "04.png")
+    first.resize((45, 40)).save(tmp_path / "a" / "05.png")
+    assert check_raw(Data(name="manifest", path=path)).alike == ("04.png", "05.png")
+
+
+@pytest.mark.parametrize("colour", [(3, 5, 4), (0, 128, 255)])
 def test_photos_of_one_colour_are_named(tmp_path: Path, colour: tuple[int, int, int]) -> None:
     path = photos(tmp_path / "a", [0, 1, 2, 3], "png")
     Image.new("RGB", (16, 16), colour).save(tmp_path / "a" / "02.png")

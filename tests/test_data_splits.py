@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.config.scenario import Backbone, Data
+from fedmq.config.scenario import Data
 from fedmq.data import catalogue
 from fedmq.data.splits import Draw, draw_parts, split_of
 from fedmq.errors import InputError
@@ -44,7 +44,6 @@ def test_the_scenarios_split_sizes_replace_the_data_sets_split() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"name": "flicker8k", "path": "x"}, "openmoji, flickr8k, flickr30k"),
         ({"name": "flicker8k", "path": "x"}, "did you mean flickr8k"),
         ({"name": "coco"}, "data.path: found 'nothing'"),
         ({"name": "openmoji", "frames": 3}, "data.frames: .*no such key with data.name openmoji"),
@@ -55,9 +54,3 @@ def test_the_scenarios_split_sizes_replace_the_data_sets_split() -> None:
 def test_a_scenario_may_use_only_known_data_sets_and_their_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         catalogue.check(Data.model_validate(options))
-
-
-@pytest.mark.parametrize("name", ["lite", "features"])
-def test_pretrained_weights_are_refused_for_a_backbone_that_takes_none(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"backbone\.pretrained cannot be combined with backbone\.name {name}"):
-        Backbone.model_validate({"name": name, "pretrained": "w.pt"})

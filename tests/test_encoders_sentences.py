@@ -18,8 +18,8 @@ from fedmq.encoders import sentences
 from fedmq.errors import InputError
 from tests import data_set_folders
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("sentence_transformers")
+pytestmark = pytest.mark.slow
+
 WIDTH = 32
 WORDS = ("picture", "as", "number", "sees", "it", "0", "1", "2", "3", "4", "5", "k")
 
@@ -27,6 +27,8 @@ WORDS = ("picture", "as", "number", "sees", "it", "0", "1", "2", "3", "4", "5", 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
     """A one-layer BERT with random weights as transformers saves it, without a pooling module."""
+    import transformers
+
     folder = tmp_path / "bert"
     folder.mkdir()
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -52,6 +54,8 @@ def prepared(tmp_path: Path, folder: Path) -> Prepared:
 
 
 def test_text_features_are_the_mean_of_the_encoders_token_vectors(bert: Path, tmp_path: Path) -> None:
+    import transformers
+
     found = prepared(tmp_path, bert)
     assert found.text.shape == (12, WIDTH)
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(bert), transformers.BertModel.from_pretrained(bert)
@@ -113,11 +117,7 @@ def _without_queries(folder: Path) -> None:
     [
         _without_queries,
         lambda folder: _changed(folder / "config.json", model_type="gpt2"),
-        pytest.param(lambda folder: _changed(folder / "config.json", num_labels=1 << 31), marks=pytest.mark.slow),
-        pytest.param(lambda folder: _changed(folder / "config.json", hidden_size=1 << 20), marks=pytest.mark.slow),
         lambda folder: (folder / "modules.json").write_text('[{"type": "os.system", "path": ""}]'),
-        lambda folder: (folder / "modules.json").write_text("[]"),
-        lambda folder: (folder / "modules.json").write_text("{}"),
         lambda folder: (folder / "modules.json").write_text("no JSON"),
         lambda folder: (folder / "modules.json").write_text(
             '[{"type": "sentence_transformers.models.Pooling", "path": "../.."}]'
@@ -143,9 +143,6 @@ def test_a_dense_layer_larger_than_its_weights_is_refused(bert: Path, tmp_path: 
     encode, _ = sentences.load(tmp_path / "all", "cpu")
     assert encode(["picture 1"]).shape == (1, 5)
     _changed(tmp_path / "all" / "2_Dense" / "config.json", out_features=1 << 20)
-    with pytest.raises(InputError, match="text_encoder: "):
-        sentences.load(tmp_path / "all", "cpu")
-    (tmp_path / "all" / "2_Dense" / "config.json").write_text("[]")
     with pytest.raises(InputError, match="text_encoder: "):
         sentences.load(tmp_path / "all", "cpu")
 

@@ -40,19 +40,19 @@ def test_distances_count_differing_bits(seed: int, bits: int) -> None:
     assert np.array_equal(hamming.hamming(hamming.pack(a), torch.from_numpy(b)), differing)
 
 
-@pytest.mark.parametrize("bits", [192, 200, 256, 1024])
-def test_the_largest_distance_does_not_overflow(bits: int) -> None:
-    a = np.ones((1, bits))
-    assert hamming.hamming(a, -a).item() == bits
+def test_the_largest_distance_does_not_overflow() -> None:
+    for bits in (192, 200, 256, 1024):
+        a = np.ones((1, bits))
+        assert hamming.hamming(a, -a).item() == bits
 
 
-@pytest.mark.parametrize("labels", [1, 21, 64, 130])
-def test_items_share_a_label_if_a_bit_is_set_in_both(labels: int) -> None:
-    generator = np.random.default_rng(labels)
-    a, b = (generator.random((n, labels)) < 1 / labels**0.5 for n in (6, 9))
-    first, second = (hamming.words(np.packbits(each, axis=1)) for each in (a, b))
-    found = np.stack([hamming.shared(query, second) for query in first.T])
-    assert np.array_equal(found, (a[:, None] & b[None]).any(axis=2))
+def test_items_share_a_label_if_a_bit_is_set_in_both() -> None:
+    for labels in (1, 21, 64, 130):
+        generator = np.random.default_rng(labels)
+        a, b = (generator.random((n, labels)) < 1 / labels**0.5 for n in (6, 9))
+        first, second = (hamming.words(np.packbits(flags, axis=1)) for flags in (a, b))
+        shared = np.stack([hamming.shared(query, second) for query in first.T])
+        assert np.array_equal(shared, (a[:, None] & b[None]).any(axis=2))
 
 
 def test_codes_of_mismatched_length_are_refused() -> None:

@@ -59,7 +59,7 @@ launcher: inline
     return load(file, list(changes))
 
 
-@pytest.mark.parametrize("change", [(), ("partition.kind=iid",), ("partition={kind: dir_clusters, clusters: 3}",)])
+@pytest.mark.parametrize("change", [(), ("partition={kind: dir_clusters, clusters: 3}",)])
 def test_the_gallery_is_partitioned_among_silos_like_the_training_data(tmp_path: Path, change: Sequence[str]) -> None:
     population = build_population(scenario(tmp_path, *change), cache=tmp_path / "cache")
     together = np.concatenate(population.galleries)
@@ -76,8 +76,7 @@ def heldout_and_encoders(tmp_path: Path, *changes: str) -> tuple[HeldOut, Encode
     return HeldOut.load(chosen, population), Encoders(lambda x: x @ project, lambda x: x @ project), population
 
 
-@pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("gallery", ["split", "database"])
+@pytest.mark.parametrize(("binary", "gallery"), [(True, "database"), (False, "split")])
 def test_a_silos_queries_retrieve_from_the_whole_gallery(tmp_path: Path, binary: bool, gallery: str) -> None:
     changes = (f"evaluation.gallery={gallery}", f"evaluation.within={str(gallery == 'database').lower()}")
     heldout, encoders, population = heldout_and_encoders(tmp_path, *changes)
@@ -164,7 +163,7 @@ def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
     assert folds[0] == folds[1]
 
 
-@pytest.mark.parametrize("bits", [12, 24, 32, 48])
+@pytest.mark.parametrize("bits", [12, 48])
 def test_equally_distant_codes_are_tied_in_recalls(bits: int) -> None:
     generator = np.random.default_rng(bits)
     image, text = generator.normal(size=(2, 60, bits)).astype(np.float32)
@@ -176,14 +175,6 @@ def test_equally_distant_codes_are_tied_in_recalls(bits: int) -> None:
     ranks = (captions[order] == rows[:, None]).argmax(1)
     for k in (1, 5, 10):
         assert found[f"i2t_r{k}"] == np.mean(ranks < k)
-
-
-def test_captions_of_tied_codes_are_not_ranked_image_by_image() -> None:
-    same = np.ones((200, 8), np.float32)
-    items = Embedded(same, same.repeat(5, axis=0), np.arange(200).repeat(5), binary=True)
-    for found, name in ((measure(Measured(items, Evaluation())), "i2t_r5"), (fold_recalls(items, 200), "fold_i2t_r5")):
-        # All queries see the same order; those with a caption among its first five, of one or several images, hit.
-        assert found[name] > 1 / 200
 
 
 def test_a_damaged_partition_in_the_cache_is_rebuilt(tmp_path: Path) -> None:
@@ -222,7 +213,7 @@ def test_a_scenario_sets_the_map_denominator_and_the_handling_of_queries_without
 def test_device_auto_assigns_gpus_round_robin_and_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(populations.torch.cuda, "device_count", lambda: 2)
     told: list[str] = []
-    monkeypatch.setattr(populations, "repeatable", lambda: told.append("GPU"))
+    monkeypatch.setattr(populations, "make_gpu_repeatable", lambda: told.append("GPU"))
     assert device_of("cpu") == "cpu" and not told
     assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert device_of("cuda:1", 0) == "cuda:1"

@@ -78,20 +78,6 @@ def test_the_recall_of_a_silo_is_that_of_its_items_in_the_whole_gallery(
             assert values[f"mean_r{k}"] == pytest.approx(np.mean(expected))
 
 
-@given(st.integers(0, 1 << 20), st.integers(30, 80))
-@settings(max_examples=20, deadline=None)
-def test_random_vectors_do_not_reach_recall_1_although_each_silo_has_one_item(
-    scenario: Scenario, seed: int, count: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    image, text = (torch.randn(count, WIDTH, generator=generator) for _ in range(2))
-    ones = torch.ones(count, dtype=torch.int64)
-    split = SiloDataset(image, CaptionRows(text, torch.arange(count)), ones, None, torch.arange(count))
-    found, _ = evaluated(scenario, split, [np.array([row]) for row in range(count)])
-    assert np.mean([values["mean_r1"] for values in found.per_silo.values()]) < 0.3
-    assert np.mean([values["mean_r1"] for values in found.per_silo.values()]) == pytest.approx(found.values["mean_r1"])
-
-
 @pytest.mark.parametrize(("silos", "refused"), [pytest.param(12, False, marks=pytest.mark.slow), (23, True)])
 def test_an_own_gallery_of_a_single_item_is_refused(tiny: Path, tmp_path: Path, silos: int, *, refused: bool) -> None:
     settings = ("evaluation.silo_gallery=own", f"silos.count={silos}", "missing_modality.silos={}", "rounds=1")

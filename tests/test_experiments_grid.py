@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedmq.cli import main as cli
+from fedmq.cli import compare as cli_compare
 from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.yaml_files import read_yaml
@@ -20,32 +21,39 @@ from fedmq.experiments.grid import ComparisonPlan
 from fedmq.experiments.summary import parse_target
 from fedmq.federation.population import build_population
 from tests.comparisons import entries, place, resolve
-from tests.threaded_run import run_of
+
+#: Texts of options that are refused, by the function that reads them.
+REFUSED: dict[Callable[[str], object], tuple[str, ...]] = {
+    partial(planning.parse_variation, option="--vary"): (
+        "rounds=",
+        "a b=3",
+        "rounds=[",
+        "rounds=3,3",
+        "seed=1,2",
+        "name=a,b",
+    ),
+    partial(planning.parse_variation, option="--select"): ("evaluation.split=val,test", "set={rounds: 3},{rounds: 4}"),
+    parse_target: ("mean_r1=nan", "mean_r1=x", "mean_r1"),
+    planning.parse_seeds: ("", "a", "0,0", "-1", "9" * 5000),
+}
 
 
-def fully_resolved(file: Path, settings: list[str], seed: int | None) -> ResolvedRun:
-    """Resolve a scenario and check the method's options."""
-    return run_of(resolve(file, settings, seed).scenario)
+def test_options_of_another_form_are_refused_in_one_line() -> None:
+    for parse, texts in REFUSED.items():
+        for text in texts:
+            with pytest.raises(InputError, match=r"^--") as caught:
+                parse(text)
+            assert "\n" not in str(caught.value), text
 
 
-@pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])
-def test_an_invalid_variation_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(InputError, match="--vary") as caught:
-        planning.parse_variation(text, "--vary")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("text", "allowed"), [("seed=1,2", "--seeds"), ("name=a,b", "set={name")])
-def test_keys_that_a_comparison_sets_itself_cannot_be_varied(text: str, allowed: str) -> None:
-    for option in ("--vary", "--select"):
-        with pytest.raises(InputError, match=allowed):
-            planning.parse_variation(text, option)
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "", "x"])
-def test_a_target_is_a_number(value: str) -> None:
-    with pytest.raises(InputError, match="--target"):
-        parse_target(f"mean_r1={value}")
+def test_rows_and_candidates_that_cannot_be_are_refused(tiny: Path) -> None:
+    for words, build in (
+        (r"--set: found 'seed'", lambda: planning.entries([tiny], ["seed=3"], [], [], resolve)),
+        ("different names", lambda: planning.entries([tiny, tiny], [], [], [], resolve)),
+        (r"'moon'.*fedavg.*rcsr", lambda: entries(tiny, ["protocol=fedavg,rcsr"], ["moon:protocol.mu=1,2"])),
+    ):
+        with pytest.raises(InputError, match=words):
+            build()
 
 
 def test_values_are_yaml_and_may_apply_to_one_method() -> None:
@@ -53,12 +61,6 @@ def test_values_are_yaml_and_may_apply_to_one_method() -> None:
     assert (own.who, own.key, own.values) == ("rcsr", "protocol.lambda_anc", (0.3, 1))
     whole = planning.parse_variation("protocol=fedavg,{name: rcsr, filler: zero}", "--vary")
     assert whole.values == ("fedavg", {"name": "rcsr", "filler": "zero"})
-
-
-@pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1", "9" * 5000])
-def test_seeds_must_be_distinct_whole_numbers(text: str) -> None:
-    with pytest.raises(InputError, match="--seeds"):
-        planning.parse_seeds(text)
 
 
 def test_every_combination_of_varied_values_is_a_row_named_by_its_differences(tiny: Path) -> None:
@@ -86,6 +88,12 @@ def test_keys_are_varied_together_as_a_named_set(tiny: Path) -> None:
             planning.parse_variation(text, option)
 
 
+@pytest.mark.parametrize(("option", "forms"), [("--select", r"\[METHOD:\]KEY=A.* val"), ("--vary", r"\[NAME:\]KEY=A")])
+def test_a_malformed_variation_is_answered_with_every_form_that_is_allowed(option: str, forms: str) -> None:
+    with pytest.raises(InputError, match=forms):
+        planning.parse_variation("best", option)
+
+
 def test_a_variation_may_apply_to_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
@@ -103,13 +111,6 @@ def test_a_variation_may_apply_to_one_of_several_scenarios(tiny: Path, tmp_path:
         names("nobody:rounds=1,2")
 
 
-def test_an_invalid_value_is_refused_before_anything_runs(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"silos\.count"):
-        entries(tiny, ["silos.count=4,0"])
-    with pytest.raises(InputError, match=r"training\.learning_rate"):
-        entries(tiny, [], ["training.learning_rate=0.1,-1"])
-
-
 def test_a_varied_method_keeps_options_set_separately_and_its_own_value_takes_precedence(tiny: Path) -> None:
     def taus(settings: list[str], *vary: str) -> list[tuple[str, float]]:
         varied = [planning.parse_variation(text, "--vary") for text in vary]
@@ -124,19 +125,6 @@ def test_a_varied_method_keeps_options_set_separately_and_its_own_value_takes_pr
     assert taus(["protocol.tau=0.3"], "set={protocol: fedavg},{protocol: {name: rcsr, tau: 1}}")[1] == ("rcsr", 1)
 
 
-def test_an_option_unknown_to_one_row_is_refused_with_advice_on_setting_it_for_others(tiny: Path) -> None:
-    varied = [planning.parse_variation("protocol=fedprox,fedavg", "--vary")]
-    with pytest.raises(
-        InputError, match=r"protocol of fedavg: found 'mu'.*--vary 'protocol={name: \.\.\., mu: "
-    ) as caught:
-        planning.entries([tiny], ["protocol.mu=0.1"], varied, [], fully_resolved)
-    assert "\n" not in str(caught.value)
-    (row,) = planning.entries(
-        [tiny], ["protocol.mu=0.1"], [replace(varied[0], values=("fedprox",))], [], fully_resolved
-    )
-    assert fully_resolved(row.file, list(row.settings), None).scenario.protocol.options["mu"] == 0.1
-
-
 def test_rows_with_the_same_scenario_are_refused(tiny: Path) -> None:
     for vary in (["set={name: u, rounds: 3},{name: v, rounds: 3}"], ["protocol.name=rcsr,fedavg", "protocol=moon"]):
         with pytest.raises(InputError, match="rows that differ: its scenario is that of ") as caught:
@@ -144,18 +132,6 @@ def test_rows_with_the_same_scenario_are_refused(tiny: Path) -> None:
         assert "\n" not in str(caught.value)
     equal = "set={name: u, rounds: 3},{name: v, rounds: 3}"
     assert len(entries(tiny, [equal], ["v:training.learning_rate=0.1,0.2"])) == 2
-
-
-def test_the_seed_cannot_be_set_as_a_key(tiny: Path) -> None:
-    with pytest.raises(InputError, match="--set: found 'seed', allowed: seeds with --seeds"):
-        planning.entries([tiny], ["seed=3"], [], [], resolve)
-    with pytest.raises(InputError, match="--vary set: found 'seed', allowed: seeds with --seeds"):
-        planning.parse_variation("set={name: u, seed: 3}", "--vary")
-
-
-def test_the_same_file_twice_is_refused(tiny: Path) -> None:
-    with pytest.raises(InputError, match="different names"):
-        planning.entries([tiny, tiny], [], [], [], resolve)
 
 
 def test_a_methods_own_candidates_replace_those_for_all_methods(tiny: Path) -> None:
@@ -169,11 +145,6 @@ def test_a_methods_own_candidates_replace_those_for_all_methods(tiny: Path) -> N
     ]
     assert len(rcsr.candidates) == 4
     assert rcsr.candidates[1] == ("training.learning_rate=1", "protocol.tau=0.2")
-
-
-def test_candidates_for_an_absent_method_are_refused_with_the_methods_present(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"'moon'.*fedavg.*rcsr"):
-        entries(tiny, ["protocol=fedavg,rcsr"], ["moon:protocol.mu=1,2"])
 
 
 def test_the_comparison_folder_depends_on_the_rows_and_not_on_metrics(tiny: Path) -> None:
@@ -248,11 +219,7 @@ def test_data_is_prepared_once_for_all_runs_that_share_it(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "good", "bad"),
-    [
-        ("silos.count", 4, 70),
-        ("partition.clusters", 5, 500),
-        ("partition", "{kind: iid}", "{kind: shards_classes, classes_per_silo: 50}"),
-    ],
+    [("silos.count", 4, 70), ("partition", "{kind: iid}", "{kind: shards_classes, classes_per_silo: 50}")],
 )
 def test_every_partition_is_checked_before_the_runs_start(
     tiny: Path, tmp_path: Path, key: str, good: object, bad: object
@@ -260,7 +227,7 @@ def test_every_partition_is_checked_before_the_runs_start(
     place = runner.Workplace(
         tmp_path,
         resolve,
-        runner.digest_once(lambda run: build_population(run.scenario).prepared.folder, cli._check_partition),
+        runner.digest_once(lambda run: build_population(run.scenario).prepared.folder, cli_compare.check_partition),
         True,
         1,
     )

@@ -73,12 +73,15 @@ def test_the_remaining_time_is_estimated_from_the_merges_on_file(tmp_path: Path)
     (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
     told: list[process_pool.JobProgress] = []
     program = (
-        "import os, time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close()\n"
+        "import os, time\n"
+        "while not os.path.exists({first!r}): time.sleep(0.05)\n"
+        "f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close()\n"
         "while not os.path.exists({seen!r}): time.sleep(0.05)"
-    ).format(path=str(tmp_path / "a.jsonl"), seen=str(tmp_path / "seen"))
+    ).format(path=str(tmp_path / "a.jsonl"), first=str(tmp_path / "first"), seen=str(tmp_path / "seen"))
 
     def report(how: process_pool.JobProgress) -> None:
         told.append(how)
+        (tmp_path / "first").touch()
         if how.running == (("a", 0.5),):
             (tmp_path / "seen").touch()
 
@@ -123,6 +126,14 @@ def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path
     assert runner.choose(entry, trials, "fairness.std_r1") == ("training.learning_rate=0.1",)
     with pytest.raises(InputError, match="--metric"):
         runner.choose(entry, trials, "mean_r2")
+    # Neither a refused update of a scripted attack nor a run that is not finished matters.
+    best = list(trials.values())[1]
+    attacked = {"silo-01": {"refused": 0, "scripted": 4, "errors": 0, "last": "x"}}
+    told = {**json.loads(best.folder.summary.read_text()), "unusable_replies": attacked}
+    best.folder.summary.write_text(json.dumps(told))
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+    elsewhere = runner.trials_of(ComparisonPlan((entry,), (0, 1)), place(tmp_path / "unfinished"))
+    assert runner.choose(entry, elsewhere, "mean_r1") is None
 
 
 def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained(tiny: Path, tmp_path: Path) -> None:
@@ -168,22 +179,6 @@ def test_a_trial_whose_updates_were_refused_is_never_chosen(
             assert [run.value("mean_r1") for run in row.outcomes.values()] == [0.1]
             assert not made.errors
             assert "(training.learning_rate=0.2) cannot be chosen: " in made.warnings[0]
-
-
-def test_a_trial_with_refused_scripted_attacks_can_be_chosen(tiny: Path, tmp_path: Path) -> None:
-    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
-    trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
-    for trial, recall in zip(trials.values(), (0.3, 0.5), strict=True):
-        finish(trial.folder, recall)
-        summary = json.loads(trial.folder.summary.read_text())
-        attacked = {"silo-01": {"refused": 0, "scripted": 4, "errors": 0, "last": "x"}}
-        trial.folder.summary.write_text(json.dumps({**summary, "unusable_replies": attacked}))
-    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
-
-
-def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
-    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
-    assert runner.choose(entry, runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
 
 
 def test_finished_runs_are_read_and_not_repeated(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from fedmq.errors import InputError
-from fedmq.experiments import tables
+from fedmq.experiments import summary, tables
 from fedmq.runs import results
 from fedmq.runs.results import Target
 from fedmq.storage.run_folder import RunFolder
@@ -59,7 +59,7 @@ def test_an_unfinished_run_is_not_read(tmp_path: Path) -> None:
 
 def test_the_confidence_interval_is_the_paired_t_interval() -> None:
     own, base = {0: 0.50, 1: 0.61, 2: 0.55}, {0: 0.45, 1: 0.52, 2: 0.53}
-    found = results.statistic(own, base)
+    found = summary.statistic(own, base)
     differences = np.array([0.05, 0.09, 0.02])
     half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
     assert (found.n, found.mean, found.std) == (3, pytest.approx(np.mean([0.5, 0.61, 0.55])), pytest.approx(0.0550757))
@@ -71,21 +71,24 @@ def test_the_confidence_interval_is_the_paired_t_interval() -> None:
 
 
 def test_differences_use_the_seeds_that_both_rows_have() -> None:
-    found = results.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
+    found = summary.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
     assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
     assert "seeds" not in tables.difference_text(found)
-    missing = results.statistic({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 2: 2.0})
+    missing = summary.statistic({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 2: 2.0})
     assert (missing.n, missing.pairs) == (3, 2)
     assert tables.difference_text(missing).endswith("(2 of 3 seeds)")
-    single = results.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
+    single = summary.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
     assert single.difference == 0.75
     assert np.isnan([single.std, single.low, single.high]).all()
-    assert np.isnan(results.statistic({}, {0: 1.0}).mean)
+    assert np.isnan(summary.statistic({}, {0: 1.0}).mean)
 
 
-def test_the_best_row_has_the_lowest_value_where_lower_is_better_and_incomplete_rows_are_skipped() -> None:
-    rows = [results.statistic(values, None) for values in ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 2.0}, {0: 9.0})]
-    assert results.best(rows, "mean_r1") == {1}
-    assert results.best(rows, "fairness.std_r1") == {0}
-    assert results.best(rows, "bytes.up") == {0}
-    assert results.best(rows[:1], "mean_r1") == set()
+def test_the_best_row_is_better_than_every_complete_row_by_a_paired_interval() -> None:
+    low, high, noisy = {0: 0.10, 1: 0.20, 2: 0.30}, {0: 0.15, 1: 0.26, 2: 0.36}, {0: 0.9, 1: 0.0, 2: 0.0}
+    incomplete = {0: 9.0}
+    assert summary.best([low, high, incomplete], "mean_r1") == {1}
+    assert summary.best([low, high, incomplete], "fairness.std_r1") == {0}
+    assert summary.best([low, high, incomplete], "bytes.up") == {0}
+    assert summary.best([low, high, noisy], "mean_r1") == set(), "no row is better than the noisy one beyond chance"
+    assert summary.best([low, low], "mean_r1") == summary.best([low], "mean_r1") == set()
+    assert summary.best([{0: 0.1}, {0: 0.9}], "mean_r1") == set(), "one seed has no interval"

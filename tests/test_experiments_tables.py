@@ -8,7 +8,6 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, fold_recalls, known_names, measure
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
-from fedmq.experiments.grid import ComparisonPlan, Entry
+from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.runs.result_limits import Gallery
 from fedmq.runs.results import Target
@@ -97,9 +96,7 @@ def test_choices_are_shown_side_by_side_and_the_lines_of_a_sweep_are_its_other_k
     assert [cell.text for cell in grid.body[0][-4:]] == ["learning_rate=0.2", "2"] * 2
 
 
-def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_similar_names(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)
     unreached, unknown = Target("fairness.worst_r1", 0.9), Target("fairness.worst", 0.5)
@@ -108,17 +105,11 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_simil
     (row,) = tables.grid(rows, plan).body
     assert [cell.text for cell in row[1:]] == ["0.5000", "-", "-", "-", "-"]
     told = made_rows.empty_columns(plan, rows)
-    assert [line.split(";")[0] for line in told] == [
+    assert list(told) == [
         "column 'fairness.wurst_r1' holds only dashes: no run has fairness.wurst_r1",
         "column 'bytes.upp' holds only dashes: no run has bytes.upp",
         "column 'seconds to fairness.worst 0.5' holds only dashes: no run has fairness.worst",
     ], "a target that is not reached is no wrong name"
-    assert "nearest: fairness.worst_r1" in told[0]
-    assert "nearest: bytes.up" in told[1]
-    assert told[2].endswith("nearest: mean_r1")
-    assert not any("\n" in line for line in told)
-    (told_of_labels,) = made_rows.empty_columns(*with_metric(entry, tmp_path, "personal.map_at50"))
-    assert told_of_labels.endswith("no run has personal.map_at50, which needs labels, and the data has none")
 
 
 def test_recalls_that_every_model_reaches_are_dashes_in_each_table_and_named(tiny: Path, tmp_path: Path) -> None:
@@ -138,11 +129,6 @@ def test_recalls_that_every_model_reaches_are_dashes_in_each_table_and_named(tin
     assert made_rows.empty_columns(plan, rows) == (
         f"column 'mean_r10' {small}", f"column 'seconds to t2i_r10 1' {small}"
     )  # fmt: skip
-
-
-def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan, Any]:
-    plan = ComparisonPlan((entry,), (0,), (metric,))
-    return plan, made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(folder))}})
 
 
 def test_metrics_that_no_run_can_have_are_refused_and_cut_offs_come_from_the_rows(tiny: Path) -> None:
@@ -229,10 +215,3 @@ def test_a_terminal_too_narrow_for_all_columns_splits_them_into_several_tables()
         assert views[0].plain == "title"
         assert all(name in text and f"0.{number}446 ± 0.0031" in text for number, name in enumerate(names))
         assert (text.count("title"), text.count("a note")) == (1, 1)
-
-
-def test_a_target_that_not_all_seeds_reach_shows_how_many_did(study: Study) -> None:
-    _, rows = study
-    column = "seconds to mean_r1 0.55"
-    assert [row.columns[column].n for row in rows] == [0, 0, 3, 0, 2]
-    assert rows[2].columns[column].mean == pytest.approx(5.0)

@@ -18,8 +18,8 @@ from fedmq.clock import WallClock
 from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
+from fedmq.experiments import files, tuning
 from fedmq.experiments import process_pool as pool
-from fedmq.experiments import tune_file, tuning
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.tuning import TrialState, Tuned
 from tests.in_process_jobs import InThisProcess, run_jobs_here
@@ -62,7 +62,7 @@ def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
 
 
 def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
-    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
+    plan = files.plan_search(path, files.read_search(path), resolve_fully)
     place = Workplace(folder / "runs", resolve_fully, lambda _: "", False, 2)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop, Impatient())
 
@@ -120,7 +120,7 @@ def test_a_stopped_search_continues_with_the_trials_of_one_that_was_not_stopped(
 
 
 @pytest.mark.slow
-def test_a_search_killed_after_any_line_of_its_journal_ends_with_the_same_trials(
+def test_a_search_killed_within_a_line_of_its_journal_ends_with_the_same_trials(
     tiny: Path, tmp_path: Path, here: list[str]
 ) -> None:
     rates = [1e30, 1e-6, 3e-2]
@@ -131,7 +131,7 @@ def test_a_search_killed_after_any_line_of_its_journal_ends_with_the_same_trials
     lines, begun = journal.read_bytes().splitlines(keepends=True), len(here)
     assert tuned(path, tmp_path / "out") == whole
     assert journal.read_bytes() == b"".join(lines)
-    for end in range(len(lines)):
+    for end in {*range(0, len(lines), 4), len(lines) - 1}:
         journal.write_bytes(b"".join(lines[:end]) + lines[end][:20])
         assert tuned(path, tmp_path / "out") == whole, end
     assert set(here[begun:]) <= set(here[:begun])
@@ -172,81 +172,58 @@ def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: 
     assert found.best["rcsr"].values == {"training.learning_rate": 1e-6}
 
 
-@pytest.mark.parametrize(
-    ("keys", "place", "value"),
-    [
-        ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "line 4: search.training.learning_rate", None),
-        (
-            {"search": {"training.momentum": {"low": 0.1, "high": 1, "step": 5}}},
-            "line 4: search.training.momentum",
-            None,
-        ),
-        ({"search": {"training.batch_size": [16]}}, "line 4: search.training.batch_size", [16]),
-        ({"search": {"seed": [1, 2]}}, "line 3: search", None),
-        ({"search": {"evaluation.every": [1, 2]}}, "line 3: search", None),
-        ({"search": {"training.speed": [1, 2]}}, "search space of rcsr: training.speed", "speed"),
-        ({"search": {"training.learning_rate": [0.1, -1]}}, "search space of rcsr: training.learning_rate", -1),
-        ({"search": {"training.learning_rate": [1, 1.0]}}, "search space of rcsr: training.learning_rate", 1.0),
-        (
-            {"search": {"training.batch_size": {"low": 8.0, "high": 16.0}}},
-            "search space of rcsr: training.batch_size",
-            8,
-        ),
-        (
-            {"search": {"training": [{"local_epochs": 1}, {"local_epochs": 2}], "training.local_epochs": [1, 2]}},
-            "search space of rcsr: training",
-            {"local_epochs": 2},
-        ),
-        ({"methods": {"fedavgg": {}}}, "methods.fedavgg", "fedavgg"),
-        ({"metric": "mean_r11"}, "metric", "mean_r11"),
-        ({"metric": "fairness.nonsense"}, "metric", "fairness.nonsense"),
-        ({"metric": "personal.mean_r11"}, "metric", "personal.mean_r11"),
-        ({"metric": "bytes.sideways"}, "metric", "bytes.sideways"),
-        ({"metric": "fairnes.worst_r1"}, "metric", "fairnes.worst_r1"),
-        ({"metric": "scenario.name"}, "metric", "scenario.name"),
-        ({"pruning": "median", "evaluate_every": 2}, "evaluate_every", 2),
-        ({"trails": 3}, "line 12: trails", "trails"),
-        ({"search": {}}, "", None),
-        ({"seeds": [1, 1]}, "", None),
-        ({"evaluate_every": 1}, "", None),
-        ({"pruning": "median", "metric": "fairness.worst_r1"}, "", None),
-    ],
+#: Keys of a tuning file, the place that the error names, and the value; None for any.
+REFUSED: tuple[tuple[dict[str, Any], str, object], ...] = (
+    ({"search": {"training.learning_rate": {"low": 1, "high": 0}}}, "line 4: search.training.learning_rate", None),
+    ({"search": {"training.momentum": {"low": 0.1, "high": 1, "step": 5}}}, "line 4: search.training.momentum", None),
+    ({"search": {"training.batch_size": [16]}}, "line 4: search.training.batch_size", [16]),
+    ({"search": {"seed": [1, 2]}}, "line 3: search", None),
+    ({"search": {"evaluation.every": [1, 2]}}, "line 3: search", None),
+    ({"search": {"training.speed": [1, 2]}}, "search space of rcsr: training.speed", "speed"),
+    ({"search": {"training.learning_rate": [0.1, -1]}}, "search space of rcsr: training.learning_rate", -1),
+    ({"search": {"training.learning_rate": [1, 1.0]}}, "search space of rcsr: training.learning_rate", 1.0),
+    ({"methods": {"fedavgg": {}}}, "methods.fedavgg", "fedavgg"),
+    ({"metric": "mean_r11"}, "metric", "mean_r11"),
+    ({"metric": "fairness.nonsense"}, "metric", "fairness.nonsense"),
+    ({"pruning": "median", "evaluate_every": 2}, "evaluate_every", 2),
+    ({"trails": 3}, "line 12: trails", "trails"),
+    ({"search": {}}, "", None),
+    ({"seeds": [1, 1]}, "", None),
+    ({"pruning": "median", "metric": "fairness.worst_r1"}, "", None),
 )
-def test_a_wrong_tuning_file_is_refused_before_anything_runs(
-    tiny: Path, tmp_path: Path, keys: dict[str, Any], place: str, value: object
-) -> None:
-    path = spec(tiny, tmp_path, **keys)
-    with pytest.raises(InputError) as refused:
-        tuned(path, tmp_path / "out")
-    assert refused.value.place.removeprefix(str(path)).startswith(f": {place}" if place else "")
-    assert value is None or refused.value.found == value
-    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_tuning_file_is_refused_before_anything_runs(tiny: Path, tmp_path: Path) -> None:
+    for keys, place, value in REFUSED:
+        path = spec(tiny, tmp_path, **keys)
+        with pytest.raises(InputError) as refused:
+            tuned(path, tmp_path / "out")
+        assert refused.value.place.removeprefix(str(path)).startswith(f": {place}" if place else ""), keys
+        assert value is None or refused.value.found == value, keys
+        assert not (tmp_path / "out").exists()
 
 
 def test_lists_and_mappings_are_values_too(tiny: Path, tmp_path: Path) -> None:
     values = [[0.9, 0.999], [0.8, 0.99]]
     path = spec(tiny, tmp_path, search={"training.betas": values})
-    plan = tune_file.plan_of(path, tune_file.read(path), resolve_fully)
+    plan = files.plan_search(path, files.read_search(path), resolve_fully)
     assert json.loads(json.dumps(plan.facts))["search"] == {"training.betas": values}
 
 
-@pytest.mark.parametrize(
-    "damage", ["[]", "{}", "{", '{"op_code": 99, "worker_id": "x"}', '{"op_code": 4, "worker_id": "x"}']
-)
-def test_a_damaged_journal_is_refused_in_one_line(damage: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_damaged_journal_is_refused_in_one_line(tiny: Path, tmp_path: Path) -> None:
     path, out = spec(tiny, tmp_path), tmp_path / "out"
     assert tuned(path, out, lambda: True).stopped
-    first, *others = (out / "study.journal").read_text().splitlines()
-    (out / "study.journal").write_text("\n".join([first, damage, *others, ""]))
-    with pytest.raises(InputError, match="delete it") as refused:
-        tuned(path, out)
-    assert refused.value.place == str(out / "study.journal") and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["search.json", "study.journal"])
-def test_a_link_to_itself_in_place_of_a_file_of_a_search_is_refused(name: str, tiny: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / name).symlink_to(name)
-    with pytest.raises(InputError, match=name):
-        tuned(spec(tiny, tmp_path), folder)
+    journal = out / "study.journal"
+    first, *others = journal.read_text().splitlines()
+    for damage in ("[]", "{", '{"op_code": 99, "worker_id": "x"}', '{"op_code": 4, "worker_id": "x"}'):
+        for lines in ([first, damage, *others], [first, *others, damage]):
+            journal.write_text("\n".join([*lines, ""]))
+            with pytest.raises(InputError, match="delete it") as refused:
+                tuned(path, out)
+            assert refused.value.place == str(journal) and "\n" not in str(refused.value)
+    for name in ("search.json", "study.journal"):
+        (out / name).unlink()
+        (out / name).symlink_to(name)
+        with pytest.raises(InputError, match=name):
+            tuned(path, out)
+        (out / name).unlink()

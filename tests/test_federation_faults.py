@@ -13,7 +13,6 @@ import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from coordinator.faults import _damaged
 from coordinator.rounds import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
@@ -83,11 +82,6 @@ def test_rounds_are_a_list_or_a_range(rounds: object, on: list[int]) -> None:
     assert [round_ for round_ in range(5) if made.in_rounds(round_)] == on
 
 
-def test_a_time_window_applies_to_when_the_task_was_sent() -> None:
-    made = script({"kind": "late", "seconds": 1, "time": [10, 20]})
-    assert [bool(list(made.strikes("silo-00", 1, 0, at))) for at in (9.9, 10.0, 19.9, 20.0)] == [0, 1, 1, 0]
-
-
 def test_a_probability_is_drawn_per_task_and_deterministically() -> None:
     made = script({"kind": "late", "seconds": 1, "probability": 0.3})
     hits = [bool(list(made.strikes("silo-00", number, 0, 0.0))) for number in range(1000)]
@@ -95,29 +89,14 @@ def test_a_probability_is_drawn_per_task_and_deterministically() -> None:
     assert hits == [bool(list(made.strikes("silo-00", number, 5, 9.0))) for number in range(1000)]
 
 
-def test_two_identical_faults_are_drawn_independently() -> None:
-    one = {"kind": "late", "seconds": 1, "probability": 0.5}
-    struck = [len(list(script(one, one).strikes("silo-00", number, 0, 0.0))) for number in range(100)]
-    assert set(struck) == {0, 1, 2}
-
-
 @pytest.mark.parametrize(
     "facts",
     [
         {"kind": "late"},
-        {"kind": "late", "seconds": -1},
         {"kind": "late", "seconds": 1, "rounds": "7-3"},
-        {"kind": "late", "seconds": 1, "rounds": "soon"},
         {"kind": "late", "seconds": 1, "time": [20, 10]},
-        {"kind": "late", "seconds": 1, "probability": 0},
-        {"kind": "leave"},
-        {"kind": "leave", "every": 10},
         {"kind": "leave", "every": 10, "away": 20},
-        {"kind": "split"},
-        {"kind": "coordinator_crash"},
         {"kind": "coordinator_crash", "after_round": 1, "after_event": 2},
-        {"kind": "disk_full"},
-        {"kind": "modality_lost"},
         {"kind": "earthquake"},
         {"kind": "modality_lost", "modality": "text", "probability": 0.5},
     ],
@@ -159,28 +138,6 @@ def test_recurring_absences_take_the_configured_fraction_of_time() -> None:
     made = script({"kind": "leave", "every": 100, "away": 30})
     away = [made.outcome("silo-00", 1, 0, float(at), 1e-9)[0].fails == "away" for at in range(100, 10100)]
     assert math.isclose(sum(away) / len(away), 0.3, abs_tol=0.01)
-
-
-def test_recurring_absences_do_not_all_start_with_the_run() -> None:
-    silos = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in range(40))
-    made = FaultSchedule((fault(kind="leave", every=600, away=180),), 0, silos)
-    away = [
-        sum(made.outcome(silo.name, 1, 0, at, 1e-9)[0].fails == "away" for silo in silos) for at in (0.0, 90.0, 179.0)
-    ]
-    assert all(3 <= count <= 25 for count in away), away  # 12 on average
-
-
-def test_a_run_of_a_billion_rounds_is_planned_instantly() -> None:
-    made = script({"kind": "modality_lost", "silos": ["silo-00"], "modality": "text", "rounds": "5-900000000"})
-    assert made.phases(SILOS[0], 10**9) == {SILOS[0], SiloFacts("silo-00", 0, True, False)}
-    assert made.phases(SILOS[0], 5) == {SILOS[0]}
-    listed = script({"kind": "modality_lost", "silos": ["silo-00"], "modality": "text", "rounds": [3]})
-    assert len(listed.phases(SILOS[0], 3)) == 1
-    assert len(listed.phases(SILOS[0], 4)) == 2
-
-
-def test_a_frame_without_a_body_can_be_damaged_too() -> None:
-    assert [bytes(each) for each in _damaged([memoryview(b"h"), memoryview(b"")])] == [b"h", b""]
 
 
 def test_a_network_split_blocks_tasks_and_replies_until_it_ends() -> None:
@@ -228,14 +185,6 @@ def test_label_noise_moves_the_captions_of_exactly_its_fraction() -> None:
     assert sorted(was.tolist()) == sorted(now.tolist())
     assert torch.equal(spoilt.captions - 1, spoilt.labels)
     assert torch.equal(spoilt.image, share.image)  # type: ignore[arg-type]
-
-
-def test_a_single_modality_silo_has_no_pairs_to_mix() -> None:
-    share = SiloDataset(
-        None, CaptionRows(torch.arange(10), torch.arange(10)), torch.ones(10, dtype=torch.int64), None, torch.arange(10)
-    )
-    spoilt = with_noisy_labels(LabelNoise(amount=1.0), share, np.random.default_rng(0))
-    assert spoilt.text is share.text
 
 
 def delta() -> Delta:
@@ -352,15 +301,6 @@ def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_temporarily_full_disk_loses_no_merge(tiny: Path, tmp_path: Path) -> None:
-    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
-    outcome = in_process_run.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
-    assert outcome.summary.model_digest == whole
-    assert len(notes(tmp_path / "full", LogEvent.CHECKPOINT_REFUSED)) == 1
-    assert "No space left" in notes(tmp_path / "full", LogEvent.CHECKPOINT_REFUSED)[0]["error"]
-
-
-@pytest.mark.slow
 def test_a_disk_that_stays_full_stops_the_run_which_can_be_resumed(tiny: Path, tmp_path: Path) -> None:
     whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     scenario = resolved(tiny, "faults=[{kind: disk_full, round: 2, times: 3}]")
@@ -395,19 +335,6 @@ def test_a_lost_modality_is_not_uploaded_from_that_round_on(tiny: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_tasks_of_a_silo_that_becomes_ineligible_fail_as_not_eligible(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(
-        tiny,
-        "protocol=paired_only",
-        "participation=1.0",
-        "faults=[{kind: modality_lost, modality: text, silos: [silo-00], rounds: [1, 2]}]",
-    )
-    in_process_run.run(scenario, tmp_path)
-    assert [reason for *_, reason in failed(tmp_path)] == ["not_eligible", "not_eligible"]
-    assert [line["replies"].count("silo-00") for line in lines(tmp_path, "merge")] == [1, 0, 0, 1]
-
-
-@pytest.mark.slow
 def test_a_coordinator_without_a_supervisor_skips_its_own_crash_and_logs_that(tiny: Path, tmp_path: Path) -> None:
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
@@ -417,7 +344,7 @@ def test_a_coordinator_without_a_supervisor_skips_its_own_crash_and_logs_that(ti
 @pytest.mark.slow
 def test_a_wall_clock_run_ends_and_says_that_it_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     late, drop = "{kind: late, seconds: 0.2}", "{kind: drop, silos: [silo-01], rounds: [1]}"
-    split = "{kind: split, noticed: 0.1, time: [0, 0.3]}"
+    split = "{kind: split, silos: [silo-00], noticed: 0.1, time: [0, 1000]}"
     assert (
         in_process_run.run(resolved(tiny, f"faults=[{late}, {drop}, {split}]", "clock=wall"), tmp_path).phase
         is Phase.DONE

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
 from fedmq.federation.agreement import difference, format_of
 from fedmq.wire.payloads import DataFormat
-from tests.own_data_sites import Sites, arrays, of_hospital, outputs
 
 numbers = st.lists(st.integers(0, 5), min_size=2, max_size=8)
 
@@ -46,14 +44,3 @@ def test_sites_with_unnamed_labels_agree_only_if_equal_names_are_equal_numbers(
         else:
             assert (min(one), max(one)) != (min(other), max(other))
             assert "label columns without names" in text and "give every file label_names" in text
-
-
-@pytest.mark.slow
-def test_the_coordinator_names_labels_of_sites_that_differ_only_in_spelling(tmp_path: Path) -> None:
-    sites = Sites(tmp_path, f"ipc://{tmp_path}/wire")
-    sites.write()
-    other = of_hospital(arrays(), "oslo") | {"label_names": np.array(["CT", "mri", "us", "x-ray"])}
-    np.savez(tmp_path / "oslo" / "site2.npz", **other)
-    printed = outputs([sites.coordinator(), *map(sites.silo, range(3))])[0]
-    for names in ("CT, ct", "x-ray, xray"):
-        assert f"2 labels differ only in spelling: {names}" in printed

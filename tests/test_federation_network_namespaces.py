@@ -33,6 +33,7 @@ def sites_on(network: Network, root: Path) -> Sites:
     return sites
 
 
+@pytest.mark.longest
 def test_three_sites_survive_a_cut_link_a_stopped_coordinator_and_another_address_with_the_same_model(
     tmp_path: Path,
 ) -> None:

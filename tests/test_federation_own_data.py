@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fedmq.audit.replay import sites_of
+from fedmq.cli.console import BAD_INPUT
 from fedmq.cli.scenarios import resolved_file
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -139,8 +140,10 @@ def test_a_site_whose_features_have_another_width_is_refused_by_name_on_both_sid
     try:
         others = [sites.silo_here(0), sites.silo_here(1)]
         sites.wait_for_statements("silo-00", "silo-01")  # the first to state its data is not the one refused
-        refused = outputs([sites.silo(2)])[0]
-        assert "silo-02: the coordinator refused this site's data: " in refused
+        started = sites.silo(2)
+        refused = outputs([started])[0]
+        assert started.returncode == BAD_INPUT
+        assert "silo-02: found 'data that the coordinator refused: " in refused
         assert "image features of width" in refused and "7" in refused and "12" in refused
         np.savez(tmp_path / "oslo" / "site2.npz", **narrow)
         printed = outputs([coordinator, sites.silo(2)])[0]

@@ -56,6 +56,7 @@ def wait_for_version(run: OwnRun, process: subprocess.Popen[str], version: int) 
     wait_for(reached, PATIENCE)
 
 
+@pytest.mark.longest
 def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulation_by_column(tmp_path: Path) -> None:
     run = OwnRun(tmp_path, MORE, uri=f"ipc://{tmp_path}/wire")
     run.data["silo-00"] = with_other_labels(of_hospital(arrays(), "berlin"))

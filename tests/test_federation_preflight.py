@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fedmq.cli.scenarios import plug_in_names
 from fedmq.config.resolve import read
 from fedmq.errors import InputError
-from fedmq.federation.participant import START
-from fedmq.federation.preflight import SCENARIO, Check, Outcome, Verdict, refuse, refuse_scenario, results
+from fedmq.federation.preflight import Check, Outcome, Verdict, refuse, refuse_scenario, results
+from fedmq.launch.preflight import CHECKS as LISTED
 from fedmq.models.objective_registry import OBJECTIVES
 from protocols import METHODS
-from silos import preflight
 
 WRONG = {
     "protocol: fedavgg\ndata: {name: openmoji}": "line 2: protocol.name: found 'fedavgg', allowed: did you mean",
@@ -56,13 +54,13 @@ def test_names_and_paths_are_refused_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*METHODS.built_in(), "./mine.py"])
 def test_each_method_passes(name: str, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(f"name: e\nprotocol: {name}\ndata: {{name: openmoji}}")
-    refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
+    refuse_scenario(read(tmp_path / "s.yaml"))
 
 
 def test_the_same_objectives_are_known_as_to_the_registry(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text("name: e\nprotocol: fedavg\nobjective: none_such\ndata: {name: openmoji}")
     with pytest.raises(InputError) as raised:
-        refuse_scenario(read(tmp_path / "s.yaml"), plug_in_names())
+        refuse_scenario(read(tmp_path / "s.yaml"))
     assert f"one of {', '.join(OBJECTIVES.built_in())}" in str(raised.value)
 
 
@@ -91,9 +89,8 @@ def test_every_problem_is_reported_with_its_fix_and_what_needs_a_failed_check_is
 
 
 def test_every_check_that_can_fail_says_how_to_fix_it_and_needs_only_checks_before_it() -> None:
-    for checks in (SCENARIO, START, preflight.CHECKS):
-        before = set[str]()
-        for check in checks:
-            assert check.fix or check.name == "versions"
-            assert set(check.needs) <= before
-            before.add(check.name)
+    before = set[str]()
+    for _, check in LISTED:
+        assert check.fix or check.name == "versions"
+        assert set(check.needs) <= before
+        before.add(check.name)

@@ -49,15 +49,6 @@ def test_the_bad_files_of_a_site_are_all_listed(
     assert "11 items, 11 captions" in capfd.readouterr().out
 
 
-def test_the_error_for_a_missing_site_file_or_scenario_names_the_command(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "data", "check", "own.yaml") == 2
-    assert "fedmq data check own.yaml --site silo.yaml" in capfd.readouterr().err
-    assert fedmq(monkeypatch, "data", "check", "silo.yaml") == 2
-    assert "fedmq data check SCENARIO --site silo.yaml" in capfd.readouterr().err
-
-
 def test_the_error_of_a_silo_names_the_command_with_both_files(site: Path) -> None:
     run = resolved_file(Path("own.yaml"), manual=True)
     with pytest.raises(

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import merged_state, weighted
 from coordinator.run_context import CostModel, RunContext
+from coordinator.updates import merged_state, weighted
 from fedmq.config.sections import Cost
 from fedmq.federation.protocol import State, Update
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.payloads import Representations
-from protocols.creamfl_public import GLOBAL, CreamFlPublic
 from tests.small_federation import SmallFederation, equal_states, population
 from tests.threaded_run import resolved
 
@@ -89,13 +87,6 @@ def test_rarity_is_relative_to_all_eligible_silos_not_only_merged_ones(
     assert reply.factor == pytest.approx(worth * POLYNOMIAL)
 
 
-@pytest.mark.parametrize("changes", [("mode: sync, balance: 8"), ("mode: buffered")])
-def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path, changes: str) -> None:
-    run = population("fedavg", kinds=PAIRED)
-    kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
-    assert [reply.participation_weight for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
-
-
 def step_of(run: SmallFederation, reply: Update) -> Tensor:
     return reply.delta.double()
 
@@ -134,21 +125,6 @@ def test_in_a_buffer_weights_balance_the_replies_and_only_mixing_scales_the_step
     after, _ = merged_state(kept, run.state, [replace(each, damping=0.1) for each in given], 2)
     step = (11 * stale + 9 * fresh) / 20
     torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
-
-
-def test_public_representations_of_a_stale_silo_are_weighted_less() -> None:
-    run = population("creamfl_public", kinds=PAIRED[:2])
-    assert isinstance(run.protocol, CreamFlPublic)
-    first, second = run.replies()
-    wanted = run.protocol.targets(run.state, [first, replace(second, damping=0.25)])
-    rows = [torch.from_numpy(reply.payloads[0].values.copy()).float() for reply in (first, second)]
-    assert all(isinstance(reply.payloads[0], Representations) for reply in (first, second))
-    image, text = torch.stack(rows).chunk(2, dim=1)
-    for name, own, other in (("image", image, "text"), ("text", text, "image")):
-        score = (own @ run.state.tensors[GLOBAL + other].T).log_softmax(2).diagonal(dim1=1, dim2=2)
-        weights = score.softmax(0) * torch.tensor([1.0, 0.25])[:, None]
-        weights = weights / weights.sum(0)
-        torch.testing.assert_close(wanted[name], (weights[..., None] * own).sum(0))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "rcsr"])

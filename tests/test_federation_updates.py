@@ -12,7 +12,6 @@ import pytest
 from scipy import stats
 
 from fedmq.config.sections import Privacy
-from fedmq.errors import InputError
 from fedmq.federation.protocol import Task
 from fedmq.federation.updates import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
@@ -84,12 +83,15 @@ def test_without_noise_a_long_update_is_clipped_and_a_short_one_is_unchanged(
     assert len(sent) == 4
 
 
-def test_an_idle_silos_zero_update_stays_zero() -> None:
-    still = np.zeros(9, np.float32)
-    assert transform(still, Privacy(clip_norm=1.0, noise_multiplier=2.0), 0, ("silo-00", 0, 1)) is still
-
-
 SECRET = bytes(range(32))
+
+
+def test_an_update_of_zeros_gets_noise_like_any_other() -> None:
+    still = np.zeros(9, np.float32)
+    for source, noise_from in ((0, "seed"), (SECRET, "key")):
+        privacy = Privacy(clip_norm=1.0, noise_multiplier=2.0, noise_from=noise_from)
+        assert transform(still, privacy, source, ("silo-00", 0, 1)).all()
+    assert transform(still, Privacy(clip_norm=1.0), 0, ("silo-00", 0, 1)) is still, "without noise it stays zero"
 
 
 def noise_of(secret: bytes, update: F32, path: tuple[str | int, ...] = ("silo-00", 0, 1)) -> F32:
@@ -132,8 +134,3 @@ def test_noise_from_keys_is_the_same_with_the_same_keys_and_differs_with_other_k
     assert model("again", "key", "one") == model("twice", "key", "one")
     # A new run with an old run's keys: noise from the seed is the same with any keys, noise from keys is not.
     assert model("three", "seed") == model("four", "seed", "one") != model("five", "key", "one")
-
-
-def test_noise_from_keys_is_refused_where_silos_have_no_keys(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"privacy.noise_from key needs launcher local or none"):
-        resolved(tiny, NOISY, "privacy.noise_from=key", "launcher=inline")

@@ -13,7 +13,7 @@ from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl,
 from protocols.objectives import shdch
 from protocols.parts import aggregation, alternating, class_prototypes, losses
 from tests import definitions
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 STALENESS = (0, 3, 8)
 
@@ -143,6 +143,5 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@every(CHECKS)
-def test_golden_baselines(key: str) -> None:
-    compare("baselines", key, CHECKS[key])
+def test_golden_baselines() -> None:
+    compare_all("baselines", CHECKS)

@@ -12,7 +12,7 @@ from protocols import fedcafe
 from protocols.objectives import dcmh
 from protocols.parts import aggregation, alternating, memory
 from protocols.parts.class_prototypes import class_means
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 Kl = Literal["normalised", "code", "printed"]
 
@@ -143,10 +143,11 @@ CHECKS: dict[str, Check] = {
     "memory_global": global_memory,
 }
 
-#: The golden gradients are finite differences with a step of 1e-6.
-LOOSE = {"eq5_grad_x": 1e-8, "eq5_grad_x_detached": 1e-8}
+LOOSE = (
+    "eq5_grad_x",
+    "eq5_grad_x_detached",
+)
 
 
-@every(CHECKS)
-def test_golden_fedcafe(key: str) -> None:
-    compare("fedcafe", key, CHECKS[key], atol=LOOSE.get(key, 1e-12))
+def test_golden_fedcafe() -> None:
+    compare_all("fedcafe", CHECKS, loose=LOOSE)

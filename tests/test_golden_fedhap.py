@@ -13,9 +13,8 @@ from fedmq.wire.layout import Layout
 from protocols import fedhap
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
 from protocols.parts import aggregation, class_prototypes
-from protocols.parts import discriminator as adversary
 from protocols.parts.labelled import Samples
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 #: The functions need a generator, but nothing that is checked here draws from it.
 GENERATOR = np.random.default_rng(0)
@@ -80,22 +79,22 @@ def log_odds(x: Inputs, i: int) -> tuple[torch.Tensor, torch.Tensor]:
     _, valid = means_and_valid(x, [0, 1, 2])
     parts = ("w1", "b1", "w2", "b2")
     theta = torch.cat([t(x[name]).ravel() for name in parts])
-    layout = Layout.of((name, x[name].shape, "float64") for name in parts)
+    layout = Layout.of((name, x[name].shape, "float32") for name in parts)
     one_hot = torch.eye(labels.shape[1], dtype=torch.float64)
-    local = adversary.logits(theta, layout, signs(codes), adversary.label_vectors(labels))
-    return local, adversary.logits(theta, layout, prototypes(x, [0, 1, 2])[valid], one_hot[valid])
+    local = fedhap.discriminator_logits(theta, layout, signs(codes), fedhap.label_vectors(labels))
+    return local, fedhap.discriminator_logits(theta, layout, prototypes(x, [0, 1, 2])[valid], one_hot[valid])
 
 
-def eq8(x: Inputs, i: int, form: adversary.Eq8 = "corrected") -> torch.Tensor:
-    return adversary.discriminator_loss(*log_odds(x, i), form)
+def eq8(x: Inputs, i: int, form: fedhap.Eq8 = "corrected") -> torch.Tensor:
+    return fedhap.discriminator_loss(*log_odds(x, i), form)
 
 
-def adversarial(x: Inputs, i: int, kind: adversary.Adversarial = "nonsat") -> torch.Tensor:
-    return adversary.generator_loss(*log_odds(x, i), kind)
+def adversarial(x: Inputs, i: int, kind: fedhap.Adversarial = "nonsat") -> torch.Tensor:
+    return fedhap.generator_loss(*log_odds(x, i), kind)
 
 
 def local_loss(
-    x: Inputs, i: int, *, global_triplets: bool = True, kind: adversary.Adversarial | None = "nonsat"
+    x: Inputs, i: int, *, global_triplets: bool = True, kind: fedhap.Adversarial | None = "nonsat"
 ) -> torch.Tensor:
     total = eq4(x, i, "cosine") if global_triplets else eq2(x, i, "cosine")
     total = total + float(x["mu"]) * eq7(x, i)
@@ -152,6 +151,5 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@every(CHECKS)
-def test_golden_fedhap(key: str) -> None:
-    compare("fedhap", key, CHECKS[key])
+def test_golden_fedhap() -> None:
+    compare_all("fedhap", CHECKS)

@@ -10,7 +10,7 @@ from fedmq.models.two_tower import Out
 from protocols import fedscmr
 from protocols.objectives import dscmr
 from protocols.parts import aggregation
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 NORMS: tuple[fedscmr.Norm, ...] = ("frob", "row")
 
@@ -81,6 +81,5 @@ for _norm in NORMS:
     }
 
 
-@every(CHECKS)
-def test_golden_fedscmr(key: str) -> None:
-    compare("fedscmr", key, CHECKS[key])
+def test_golden_fedscmr() -> None:
+    compare_all("fedscmr", CHECKS)

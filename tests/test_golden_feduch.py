@@ -13,7 +13,7 @@ from protocols.objectives import dgcpn, djsrh, jdsh
 from protocols.parts import aggregation
 from protocols.parts.losses import unit
 from protocols.parts.similarity import Graph
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 NUS = djsrh.Options(beta=0.6)
 WIKI = djsrh.Options(beta=0.3, lambda1=0.3, lambda2=0.3)
@@ -129,6 +129,5 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@every(CHECKS)
-def test_golden_feduch(key: str) -> None:
-    compare("feduch", key, CHECKS[key])
+def test_golden_feduch() -> None:
+    compare_all("feduch", CHECKS)

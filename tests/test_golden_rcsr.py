@@ -9,7 +9,7 @@ import torch
 
 from protocols import rcsr
 from protocols.parts import aggregation, fairness, losses, personal_adapter, prototypes, router
-from tests.golden_checks import Check, Inputs, compare, every, t
+from tests.golden_checks import Check, Inputs, compare_all, t
 
 SILOS = range(4)
 
@@ -185,13 +185,11 @@ CHECKS |= {
     "eq13_s_cap": lambda x: strengths(x, 0.45),
 }
 
-#: The golden gradient is a finite difference with a step of 1e-6.
-LOOSE = {"router_grad_logits": 1e-8}
+LOOSE = ("router_grad_logits",)
 
 
-@every(CHECKS)
-def test_golden_rcsr(key: str) -> None:
-    compare("rcsr", key, CHECKS[key], atol=LOOSE.get(key, 1e-12))
+def test_golden_rcsr() -> None:
+    compare_all("rcsr", CHECKS, loose=LOOSE)
 
 
 def test_golden_analytic_gradient_of_the_proximal_term_equals_autograd() -> None:

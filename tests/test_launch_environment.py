@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.file_descriptors import OTHER_DESCRIPTORS
+from coordinator.program import OTHER_DESCRIPTORS
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.launch.private_folder import FORKSERVER, private_folder
+from fedmq.launch.forkserver import FORKSERVER, private_folder
 from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.transports.registry import check_uri

@@ -149,7 +149,7 @@ def process(tmp_path: Path) -> Iterator[SlurmProcess]:
     while not job.paths.stdout.exists():
         time.sleep(0.02)
     yield made
-    LocalJobs().kill(job)
+    LocalJobs().cancel(job)
 
 
 def test_a_job_that_is_killed_has_died_and_its_log_is_named(
@@ -179,14 +179,13 @@ def test_a_job_that_is_killed_has_died_and_its_log_is_named(
     ],
 )
 def test_a_job_whose_result_is_not_allowed_has_failed(
-    process: SlurmProcess,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    made: Callable[[Path], object],
-    message: str,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], made: Callable[[Path], object], message: str
 ) -> None:
-    made(tmp_path / "jobs" / "silo-00-x" / "result.json")
-    assert process.exitcode == 1
+    place = tmp_path / "jobs" / "silo-00-x"
+    place.mkdir(parents=True)
+    job = SimpleNamespace(job_id="7", paths=SimpleNamespace(folder=place.parent, stdout=place.parent / "7.log"))
+    made(place / "result.json")
+    assert SlurmProcess(LocalJobs(), job, place, "silo-00", ("silo-00",), RunFolder(tmp_path)).exitcode == 1
     said = capfd.readouterr().err
     assert said.startswith("silo-00: ")
     assert message in said
@@ -213,12 +212,6 @@ def test_the_state_of_a_job_is_the_last_one_that_squeue_reported(
     assert capfd.readouterr().err == "slurm: jobs in the queue: 1 (Resources)\n"
 
 
-def test_a_job_that_waits_is_cancelled_and_one_that_runs_may_end_by_itself(commands: Path, tmp_path: Path) -> None:
-    command(commands / "scancel", f'echo "$@" >> {tmp_path}/said')
-    SlurmJobs().terminate(SimpleNamespace(job_id="17"))
-    assert (tmp_path / "said").read_text() == "--state=PENDING 17\n--full --signal=TERM 17\n"
-
-
 def test_jobs_of_a_killed_command_are_cancelled_before_the_run_continues(
     tiny: Path, tmp_path: Path, commands: Path
 ) -> None:
@@ -235,7 +228,7 @@ def test_jobs_of_a_killed_command_are_cancelled_before_the_run_continues(
         (jobs / f"{number}_submitted.pkl").write_bytes(pickle.dumps(Malicious(trap)))
     (jobs / "silo-00-17.log").touch()
     with SlurmCluster.connected(scenarios.load(tiny, ("launcher=slurm",)), RunFolder(tmp_path)) as cluster:
-        assert (tmp_path / "said").read_text() == "--full --signal=USR1 17\n17\n"
+        assert (tmp_path / "said").read_text() == "17\n"
         assert [path.name for path in jobs.iterdir()] == ["silo-00-17.log"]
         assert not trap.exists()
         assert cluster.bind.startswith("tcp://")

@@ -23,7 +23,6 @@ from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, Representat
 from protocols import creamfl_public
 from protocols.parts import class_prototypes, personal_adapter, prototypes
 from protocols.parts.losses import info_nce
-from protocols.parts.personal_model import OWN
 from tests.replies import payload_of, weights_of, with_payload
 from tests.small_federation import DIM, SmallFederation, population
 
@@ -79,24 +78,6 @@ def test_the_proximal_term_of_a_second_step(
     found = 2 * (within.train(silo, FAR).loss - without.train(silo, FAR).loss)  # a mean over two steps
     assert found > 1e-2
     assert found == pytest.approx(weight * float(drift.square().sum()), rel=1e-3)
-
-
-def test_moon_contrasts_at_the_papers_temperature() -> None:
-    run = plain("moon")
-    run.train(run.context.silos[0], 40 * FAR)
-    share, previous = run.shares[0], run.personal[0][OWN]
-    found = added(run, {"mu": 0.0}, "moon")
-    expected = 0.0
-    for modality, items in (("image", share.image), ("text", share.text[:, 0])):  # type: ignore[index]
-        hidden = []
-        for theta in (run.state.theta, previous):
-            run.model.load(theta)
-            with torch.no_grad():
-                hidden.append(normalize(run.model.outputs(modality, items).hidden, dim=1))  # type: ignore[arg-type]
-        scores = torch.stack([torch.ones(len(hidden[0])), (hidden[0] * hidden[1]).sum(1)], dim=1) / 0.5
-        expected += float(cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64)))
-    assert abs(found - 2 * np.log(2)) > 0.1  # of equal models
-    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_fedmekt_distils_with_weight_one_half() -> None:
@@ -190,17 +171,6 @@ def test_a_silo_is_evaluated_with_its_adapter_at_its_strength() -> None:
         found = own.image(share.image), own.caption(share.text[:, 0])  # type: ignore[index]
     for z, each in zip(at(run, run.state.theta), found, strict=True):
         torch.testing.assert_close(each, adapted(z, adapter, 0.2 * 1.25))
-
-
-@pytest.mark.parametrize(("norm", "times", "before"), [("plain", 1, 0.25), ("relative", 4, 1.0)])
-def test_silos_receive_their_absolute_weight_or_the_one_relative_to_equal_weights(
-    norm: str, times: int, before: float
-) -> None:
-    run = plain("rcsr", {"personal": "router", "s_norm": norm}, kinds=PAIRED)
-    assert told(run.state, run) == [before] * 4
-    run.round()
-    expected = (times * SAMPLES / SAMPLES.sum()).clamp(max=1.0).tolist()  # during the warm-up, by samples
-    assert told(run.state, run) == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------- coordinator

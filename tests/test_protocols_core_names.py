@@ -10,8 +10,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import protocols
 from fedmq.models.objective_registry import OBJECTIVES
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(protocols.__file__).parents[1]
 #: Words of the language too, not only names of methods.

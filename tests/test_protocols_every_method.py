@@ -7,7 +7,9 @@ import dataclasses
 import io
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,146 +32,164 @@ from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states,
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
-
-
 #: Methods whose silos send no update: personal models change instead of the coordinator's model.
 NO_UPDATE = {"creamfl_public", "fedproto", "local"}
-updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
 
-def delta_of(reply: Update) -> Delta | PartialDelta:
-    (delta,) = [payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)]
-    return delta
+def update_of(payloads: tuple[Payload, ...]) -> Delta | PartialDelta | None:
+    updates = [payload for payload in payloads if isinstance(payload, Delta | PartialDelta)]
+    assert len(updates) <= 1
+    return updates[0] if updates else None
 
 
 def change_of(run: SmallFederation, reply: Update) -> torch.Tensor:
     """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
-    if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
+    update, layout = update_of(tuple(reply.payloads)), run.model.layout
+    if update is None:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
-    delta, layout = delta_of(reply), run.model.layout
-    buffer = torch.from_numpy(delta.buffer.copy())
-    names = delta.names if isinstance(delta, PartialDelta) else [entry.name for entry in layout.entries]
-    return inserted(torch.zeros(layout.size), layout, names, buffer)
+    names = update.names if isinstance(update, PartialDelta) else [entry.name for entry in layout.entries]
+    return inserted(torch.zeros(layout.size), layout, names, torch.from_numpy(update.buffer.copy()))
 
 
-def test_every_file_without_underscore_is_a_method() -> None:
+def test_every_file_is_a_method_and_an_unknown_method_is_refused_with_the_known_ones() -> None:
     folder = Path(protocols.__file__).parent
     assert set(NAMES) == {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
-    assert {"fedavg", "paired_only", "rcsr"} <= set(NAMES)
-
-
-def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"protocol\.name.*'fedsgd'.*fedavg.*rcsr"):
-        protocols.load("fedsgd")
-    with pytest.raises(InputError):
-        protocols.load("_merge")
-
-
-def sends(run: SmallFederation, reply: Update, modality: str) -> bool:
-    """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
-    names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
-    branch = run.model.branch(modality)
-    return names is None or any(branch.start <= part.start < branch.stop for part in places(run.model.layout, names))
+    for name in ("fedsgd", "_merge"):
+        with pytest.raises(InputError, match=rf"protocol\.name.*'{name}'.*fedavg.*rcsr"):
+            protocols.load(name)
 
 
 @every_protocol
-def test_a_method_describes_itself_in_one_line(name: str) -> None:
-    line = protocols.summary(name)
-    assert 10 < len(line) < 150
-    assert "\n" not in line
-
-
-@every_protocol
-def test_traits_of_a_method_are_known_before_a_run_begins(name: str) -> None:
-    run = population(name)
-    before, traits = type(run.protocol).traits_of(protocols.options_of(protocols.load(name), {})), run.protocol.traits()
-    assert (before.pooled, before.personal_only) == (traits.pooled, traits.personal_only)
-    assert traits.pooled == (name == "central")
-    assert traits.personalised or not traits.personal_only
-
-
-@every_protocol
-def test_a_personalised_method_embeds_with_each_silos_personal_model(name: str) -> None:
-    run = population(name)
-    run.round()
-    if not run.protocol.traits().personalised:
-        return
-    for silo in run.eligible:
-        local = Local(silo, run.shares[silo.index], run.model, run.personal[silo.index])
-        encoders = run.protocol.encoders(local, run.protocol.task(run.state, silo))
-        images, captions = run.shares[0].image, run.shares[0].text
-        assert images is not None
-        assert captions is not None
-        for found in (encoders.image(images), encoders.caption(captions[:, 0])):
-            assert found.shape == (len(images), run.context.dim)
-            assert torch.isfinite(found).all()
-
-
-@every_protocol
-def test_default_options_round_trip_through_plain_data(name: str) -> None:
-    kind = protocols.load(name)
+def test_a_method_describes_itself_and_refuses_wrong_options_by_name(name: str) -> None:
+    line, kind = protocols.summary(name), protocols.load(name)
+    assert 10 < len(line) < 150 and "\n" not in line
     options = protocols.options_of(kind, {})
     assert protocols.options_of(kind, json.loads(json.dumps(dataclasses.asdict(options)))) == options
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(options, dataclasses.fields(options)[0].name, None)
-
-
-@every_protocol
-def test_an_unknown_option_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(InputError) as caught:
-        protocols.options_of(protocols.load(name), {"no_such_option": 1}, "x.yaml: protocol")
-    assert "no_such_option" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@every_protocol
-def test_an_option_of_the_wrong_type_is_refused_by_name(name: str) -> None:
-    kind = protocols.load(name)
-    for each in dataclasses.fields(kind.Options):
+    with pytest.raises(InputError, match="no_such_option"):
+        protocols.options_of(kind, {"no_such_option": 1})
+    for option in dataclasses.fields(kind.Options):
         with pytest.raises(InputError) as caught:
-            protocols.options_of(kind, {each.name: ["a", "list"]}, "x.yaml: protocol")
-        assert caught.value.place == f"x.yaml: protocol.{each.name}"
+            protocols.options_of(kind, {option.name: ["a", "list"]}, "x.yaml: protocol")
+        assert caught.value.place == f"x.yaml: protocol.{option.name}"
+        for value in (float("nan"), float("inf"), -1.0) if isinstance(option.default, float) else ():
+            with pytest.raises(InputError, match=option.name):
+                protocols.options_of(kind, {option.name: value})
+    traits, before = population(name).protocol.traits(), kind.traits_of(options)
+    assert (before.pooled, before.personal_only) == (traits.pooled, traits.personal_only)
+    assert traits.pooled == (name == "central")
+    assert traits.personalised or not traits.personal_only
+    run = population(name)
+    kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
+    whole = traits.shared_layers in (None, tuple(entry.name for entry in run.context.layout.entries))
+    usable = bool(kinds & {Delta, PartialDelta}) and whole
+    assert traits.personal_only == (traits.personalised and not usable), "whether the shared model can be used"
+    assert traits.our_reading == ("our reading" in line)
+
+
+# ------------------------------------------------------------------------------------------------- whole rounds
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No warning, and no use of a global generator."""
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])  # noqa: NPY002
+
+
+def sends(run: SmallFederation, update: Delta | PartialDelta | None, modality: str) -> bool:
+    """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
+    branch = run.model.branch(modality)
+    names = update.names if isinstance(update, PartialDelta) else None
+    return names is None or any(branch.start <= part.start < branch.stop for part in places(run.model.layout, names))
+
+
+def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
+    """A reply's payloads as sent over the wire."""
+    return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
+
+
+def assert_reply(run: SmallFederation, reply: Update) -> None:
+    """The declared payloads; the branch of a missing modality is zero, is not sent, and all arrives to the bit."""
+    kinds, update, change = [type(each) for each in reply.payloads], update_of(reply.payloads), change_of(run, reply)
+    assert len(kinds) == len(set(kinds)) and frozenset(kinds) == run.protocol.uploads(reply.silo)
+    for modality in ("image", "text"):
+        part = change[run.model.branch(modality)]
+        if not getattr(reply.silo, modality):
+            assert not part.any()
+        elif reply.silo.paired:
+            assert part.any() or not sends(run, update, modality)
+    torch.save(dict(run.personal[reply.silo.index]), io.BytesIO())
+    sent = on_the_way(run, reply)
+    short = update_of(sent)
+    if isinstance(short, PartialDelta) and not reply.silo.paired:
+        absent = "visual." if reply.silo.text else "text."
+        assert not [layer for layer in short.names if layer.startswith(absent)]
+        assert short.buffer.size == run.model.layout.part(short.names).size
+    else:
+        assert reply.silo.paired or update is None
+    shared = run.protocol.traits().shared_layers
+    for one, payload in zip(reply.payloads, sent, strict=True):
+        other = completed(payload, run.model.layout, shared, reply.silo)
+        assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
+        assert all(np.array_equal(value, vars(other)[key]) for key, value in vars(one).items())
+
+
+def restored(state: State) -> State:
+    """A state saved in a checkpoint and loaded."""
+    loaded = load_tensors(save_tensors({"theta": state.theta, **state.tensors}))
+    return State(loaded.pop("theta"), loaded, json.loads(json.dumps(dict(state.values))))
 
 
 @every_protocol
-def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
-    kind = protocols.load(name)
-    for each in dataclasses.fields(kind.Options):
-        if each.type in ("float", float):
-            for value in (float("nan"), float("inf"), -1.0):
-                with pytest.raises(InputError, match=each.name):
-                    protocols.options_of(kind, {each.name: value})
-
-
-@every_protocol
-def test_three_rounds_over_mixed_silos_change_the_model_and_stay_finite(name: str) -> None:
+def test_rounds_over_mixed_silos_keep_their_promises(name: str) -> None:
     run = population(name)
     start = run.state.theta.clone()
     for _ in range(3):
-        log = run.round()
-        assert all(np.isfinite(value) for value in log.values())
+        with undisturbed():
+            replies = run.replies()
+            for reply in replies:
+                for value in (value for payload in reply.payloads for value in vars(payload).values()):
+                    if isinstance(value, np.ndarray):
+                        value.setflags(write=False)  # as the wire's buffers
+            before = restored(run.state)
+            merged = run.protocol.merge(run.state, replies, run.version)
+        for reply in replies:
+            assert_reply(run, reply)
+        assert equal_states(run.state, before), "a merge changes the state it is given"
+        assert equal_states(run.protocol.merge(before, replies, run.version).state, merged.state)
+        run.state, run.version = merged.state, run.version + 1
+        assert all(np.isfinite(value) for value in merged.log.values())
+        assert all(torch.isfinite(tensor).all() for tensor in (run.state.theta, *run.state.tensors.values()))
     moved = run.personal[0][OWN] if name in NO_UPDATE else run.state.theta
-    assert moved.dtype == torch.float32
-    assert torch.isfinite(moved).all()
-    assert not torch.equal(moved, start)
-    for tensor in run.state.tensors.values():
-        assert torch.isfinite(tensor).all()
+    assert moved.dtype == torch.float32 and torch.isfinite(moved).all() and not torch.equal(moved, start)
+    assert_encoders(run)
+
+
+def assert_encoders(run: SmallFederation) -> None:
+    """A personalised method embeds with each silo's personal model, which differs from those of others."""
+    images, captions = run.shares[0].image, run.shares[0].text
+    assert images is not None and captions is not None
+    embedded = []
+    for silo in run.eligible if run.protocol.traits().personalised else ():
+        local = Local(silo, run.shares[silo.index], run.model, run.personal[silo.index])
+        encoders = run.protocol.encoders(local, run.protocol.task(run.state, silo))
+        embedded.append(torch.stack([encoders.image(images), encoders.caption(captions[:, 0])]))
+        assert embedded[-1].shape == (2, len(images), run.context.dim) and torch.isfinite(embedded[-1]).all()
+    assert not embedded or not torch.equal(embedded[0], embedded[-1])
 
 
 @every_protocol
-def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: str) -> None:
-    run = population(name)
-    for _ in range(2):
-        for reply in (replies := run.replies()):
-            change = change_of(run, reply)
-            for modality in ("image", "text"):
-                part = change[run.model.branch(modality)]
-                if not getattr(reply.silo, modality):
-                    assert not part.any()
-                elif reply.silo.paired:
-                    assert part.any() or not sends(run, reply, modality)
-        run.state = run.protocol.merge(run.state, replies, run.version).state
-        run.version += 1
+def test_silos_with_a_single_sample_take_part_and_one_reply_can_be_merged(name: str) -> None:
+    for kinds in (MIXED, ((True, True),), ((True, False), (False, True))):
+        run = population(name, kinds=kinds, sizes=[1] * len(kinds))
+        for silos in (run.eligible, *([silo] for silo in run.eligible), run.eligible):
+            if silos:
+                run.round(silos)
+        assert all(torch.isfinite(tensor).all() for tensor in (run.state.theta, *run.state.tensors.values()))
 
 
 @every_protocol
@@ -180,132 +200,33 @@ def test_items_without_a_pair_are_anchored_or_change_nothing(name: str) -> None:
         run.round()
     anchors = run.protocol.traits().unpaired == "anchored"
     pairs, alone = mixed(run.eligible[0], 5, 4, 3)
-    found = []
+    sent = []
     for image_only, text_only, unpaired in ((0, 0, ()), (4, 3, alone if anchors else ())):
         silo = dataclasses.replace(run.eligible[0], image_only=image_only, text_only=text_only)
         task = Task(4, 3, 3, 1e-3, run.protocol.task(run.state, silo))
         trained = run.protocol.train(Local(silo, pairs, run.model, {}, unpaired), task)
         assert np.isfinite(trained.loss)
-        found.append([each.tobytes() for payload in trained.payloads for each in tensors(payload)])
-    assert (found[0] != found[1]) == anchors
-
-
-def shared_layers(run: SmallFederation) -> tuple[str, ...] | None:
-    return run.protocol.traits().shared_layers
-
-
-def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
-    """A reply's payloads as sent over the wire."""
-    return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
-
-
-def check(run: SmallFederation, reply: Update, sent: tuple[Payload, ...], samples: int | None = None) -> None:
-    """Check payloads of a silo as the coordinator does when they arrive."""
-    header = Header(
-        run="run", kind=Kind.REPLY, sender=reply.silo.name, receiver="coordinator", sequence=1, sent_at=0.0,
-        reply_to=1, base_version=1,
-    )  # fmt: skip
-    uploads = run.protocol.uploads(reply.silo)
-    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared_layers(run), samples=samples)
-    run.protocol.check(sent)
-
-
-@updating_protocol
-def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_the_bit(name: str) -> None:
-    run = population(name)
-    run.round()
-    for reply in run.replies():
-        sent = on_the_way(run, reply)
-        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
-        if isinstance(update, PartialDelta) and not reply.silo.paired:
-            absent = "visual." if reply.silo.text else "text."
-            assert not [layer for layer in update.names if layer.startswith(absent)]
-            assert update.buffer.size == run.model.layout.part(update.names).size
-        else:
-            assert reply.silo.paired
-        arrived = [completed(payload, run.model.layout, shared_layers(run), reply.silo) for payload in sent]
-        for one, other in zip(reply.payloads, arrived, strict=True):
-            assert type(one) is type(other)
-            assert vars(one).keys() == vars(other).keys()
-            for key, value in vars(one).items():
-                assert np.array_equal(value, vars(other)[key])
-
-
-@updating_protocol
-def test_an_update_of_other_layers_is_refused(name: str) -> None:
-    run = population(name)
-    for reply in run.replies():
-        sent = on_the_way(run, reply)
-        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
-        if not isinstance(update, PartialDelta):
-            continue
-        first = run.model.layout.by_name[update.names[0]].size
-        others = [
-            dataclasses.replace(update, names=update.names[1:], buffer=update.buffer[first:].copy()),
-            dataclasses.replace(update, names=update.names[::-1]),
-            dataclasses.replace(update, names=(*update.names[:-1], "no.such.layer")),
-        ]
-        assert len(update.names) > 1
-        for other in others:
-            payloads = tuple(other if payload is update else payload for payload in sent)
-            with pytest.raises(RemoteWireError, match="layers"):
-                check(run, reply, payloads)
+        sent.append([tensor.tobytes() for payload in trained.payloads for tensor in tensors(payload)])
+    assert (sent[0] != sent[1]) == anchors
 
 
 @every_protocol
-def test_replies_contain_the_payload_kinds_that_uploads_declares(name: str) -> None:
-    run = population(name)
-    for reply in run.replies():
-        kinds = [type(payload) for payload in reply.payloads]
-        assert len(kinds) == len(set(kinds))
-        assert frozenset(kinds) == run.protocol.uploads(reply.silo)
-
-
-@every_protocol
-def test_a_merge_changes_nothing_in_the_state_it_is_given(name: str) -> None:
-    run = population(name)
-    run.round()
-    before = State(
-        run.state.theta.clone(),
-        {key: value.clone() for key, value in run.state.tensors.items()},
-        dict(run.state.values),
-    )
-    run.protocol.merge(run.state, run.replies(), 1)
-    assert equal_states(run.state, before)
-
-
-@every_protocol
-def test_a_merge_of_one_reply_is_possible(name: str) -> None:
-    run = population(name)
-    for silo in run.eligible:
-        merged = run.protocol.merge(run.state, run.replies([silo]), 0)
-        assert torch.isfinite(merged.state.theta).all()
-
-
-@updating_protocol
-def test_a_broken_update_is_refused_before_a_merge(name: str) -> None:
-    run = population(name)
-    good = next(reply for reply in run.replies() if reply.silo.paired)
-    delta = delta_of(good)
-    check(run, good, good.payloads)
-    for change in ({"buffer": delta.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}):
-        broken = dataclasses.replace(delta, **change)
-        with pytest.raises(RemoteWireError):
-            check(run, good, tuple(broken if payload is delta else payload for payload in good.payloads))
-
-
-@every_protocol
-def test_training_is_the_same_to_the_bit_whichever_silo_used_the_model_before(name: str) -> None:
+def test_training_repeats_to_the_bit_whichever_silo_used_the_model_before_and_never_sends_nan(name: str) -> None:
     runs = [population(name), population(name)]
     runs[1].train(runs[1].eligible[-1])
     runs[1].personal.clear()
     for one, other in zip(*(run.replies() for run in runs), strict=True):
         for first, second in zip(one.payloads, other.payloads, strict=True):
-            for a, b in zip(tensors(first), tensors(second), strict=True):
-                assert np.array_equal(a, b)
+            assert all(np.array_equal(a, b) for a, b in zip(tensors(first), tensors(second), strict=True))
         kept = [run.personal[one.silo.index] for run in runs]
         assert kept[0].keys() == kept[1].keys()
         assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
+    run, spoilt = runs[0], torch.full_like(runs[0].state.theta, float("nan"))
+    run.model.load(spoilt)
+    run.state = dataclasses.replace(run.state, theta=spoilt)
+    run.personal[0] = {OWN: spoilt} if name in NO_UPDATE else {}
+    with pytest.raises(RunError, match=r"silo-00.*learning_rate"):
+        run.train(run.eligible[0])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE | {"central"}])
@@ -322,94 +243,43 @@ def test_a_damped_reply_is_weighted_less(name: str) -> None:
     assert share_of_first(0.5) < share_of_first(1.0) - 0.05
 
 
-@every_protocol
-def test_a_state_survives_a_checkpoint_to_the_bit(name: str) -> None:
-    run = population(name)
-    run.round()
-    raw = save_tensors({"theta": run.state.theta, **run.state.tensors})
-    values = json.loads(json.dumps(dict(run.state.values)))
-    tensors = load_tensors(raw)
-    restored = State(tensors.pop("theta"), tensors, values)
-    assert equal_states(run.state, restored)
-    replies = run.replies()
-    assert equal_states(run.protocol.merge(run.state, replies, 1).state, run.protocol.merge(restored, replies, 1).state)
+# ------------------------------------------------------------------------------------------------- refusals
+def check(run: SmallFederation, reply: Update, sent: tuple[Payload, ...], samples: int | None = None) -> None:
+    """Check payloads of a silo as the coordinator does when they arrive."""
+    header = Header(
+        run="run", kind=Kind.REPLY, sender=reply.silo.name, receiver="coordinator", sequence=1, sent_at=0.0,
+        reply_to=1, base_version=1,
+    )  # fmt: skip
+    uploads, shared = run.protocol.uploads(reply.silo), run.protocol.traits().shared_layers
+    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared, samples=samples)
+    run.protocol.check(sent)
 
 
-@every_protocol
-@pytest.mark.parametrize(
-    "kinds", [MIXED, ((True, True),), ((True, False), (False, True))], ids=["mixed", "one", "none paired"]
-)
-def test_silos_with_a_single_sample_take_part(name: str, kinds: tuple[tuple[bool, bool], ...]) -> None:
-    run = population(name, kinds=kinds, sizes=[1] * len(kinds))
-    for _ in range(2):
-        if run.eligible:
-            run.round()
-    assert torch.isfinite(run.state.theta).all()
-    for tensor in run.state.tensors.values():
-        assert torch.isfinite(tensor).all()
-
-
-@every_protocol
-def test_read_only_buffers_from_the_wire_raise_no_warning(name: str) -> None:
-    run = population(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run.round()
-        replies = run.replies()
-        for reply in replies:
-            for payload in reply.payloads:
-                for value in vars(payload).values():
-                    if isinstance(value, np.ndarray):
-                        value.setflags(write=False)
-        run.protocol.merge(run.state, replies, 1)
-
-
-@every_protocol
-def test_no_global_generator_is_used(name: str) -> None:
-    run = population(name)
-    run.round()
-    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    run.round()
-    assert torch.equal(torch.get_rng_state(), torch_before)
-    assert np.array_equal(np.random.get_state()[1], numpy_before)  # noqa: NPY002
-
-
-@every_protocol
-def test_personal_tensors_can_be_saved(name: str) -> None:
-    run = population(name)
-    for silo in run.eligible:
-        state = run.train(silo).state
-        buffer = io.BytesIO()
-        torch.save(dict(state), buffer)
-
-
-@every_protocol
-def test_diverging_training_raises_an_error_instead_of_sending_nan(name: str) -> None:
-    run = population(name)
-    spoilt = torch.full_like(run.state.theta, float("nan"))
-    run.model.load(spoilt)
-    run.state = dataclasses.replace(run.state, theta=spoilt)
-    if name in NO_UPDATE:
-        run.personal[0] = {OWN: spoilt}
-    with pytest.raises(RunError, match=r"silo-00.*learning_rate"):
-        run.train(run.eligible[0])
-
-
-def misshapen(payload: Payload) -> list[Payload]:
-    """The payload with an extra row and an extra column, where such a payload can be constructed."""
+def broken(run: SmallFederation, payload: Payload) -> Iterator[Payload]:
+    """The payload with an extra row or column, and an update of other values and layers, if it can be constructed."""
     arrays = {name: value for name, value in vars(payload).items() if isinstance(value, np.ndarray) and value.ndim}
     longest = max((len(value) for value in arrays.values()), default=0)
-    rows = {k: np.concatenate([v, v[:1]]) for k, v in arrays.items() if len(v) == longest}
-    columns = {k: np.concatenate([v, v[:, :1]], axis=1) for k, v in arrays.items() if v.ndim > 1}
-    found = []
-    for changed in (rows, columns):
+    changes: list[dict[str, Any]] = [
+        {k: np.concatenate([v, v[:1]]) for k, v in arrays.items() if len(v) == longest},
+        {k: np.concatenate([v, v[:, :1]], axis=1) for k, v in arrays.items() if v.ndim > 1},
+    ]
+    if isinstance(payload, Delta | PartialDelta):
+        changes += [{"buffer": payload.buffer[:-1].copy()}, {"layout_digest": "0" * 64}, {"n_samples": 0}]
+    if isinstance(payload, PartialDelta):
+        assert len(payload.names) > 1
+        first = run.model.layout.by_name[payload.names[0]].size
+        changes += [
+            {"names": payload.names[1:], "buffer": payload.buffer[first:].copy()},
+            {"names": payload.names[::-1]},
+            {"names": (*payload.names[:-1], "no.such.layer")},
+        ]
+    for changed in filter(None, changes):
         with contextlib.suppress(FieldError, RemoteWireError, ValueError):
-            found += [dataclasses.replace(payload, **changed)] if changed else []
-    return found
+            yield dataclasses.replace(payload, **changed)
 
 
 @every_protocol
-def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None:
+def test_a_reply_of_another_shape_or_of_other_layers_is_refused_before_the_merge(name: str) -> None:
     run = population(name)
     run.round()
     tried = 0
@@ -417,11 +287,10 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
         sent = on_the_way(run, reply)
         check(run, reply, sent)
         for place, payload in enumerate(sent):
-            for other in misshapen(payload):
-                payloads = (*sent[:place], other, *sent[place + 1 :])
+            for other in broken(run, payload):
                 tried += 1
                 with pytest.raises(RemoteWireError):
-                    check(run, reply, payloads)
+                    check(run, reply, (*sent[:place], other, *sent[place + 1 :]))
     assert tried or name == "local"  # which sends a loss, a number
 
 
@@ -456,11 +325,116 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "objective", "labels", "place"), REFUSED)
-def test_a_run_that_a_method_is_not_defined_for_is_refused_in_one_line(
-    name: str, options: dict[str, object], objective: Objective | None, labels: tuple[str, ...], place: str
+def test_a_run_that_a_method_is_not_defined_for_is_refused_in_one_line() -> None:
+    for name, options, objective, labels, place in REFUSED:
+        with pytest.raises(InputError) as caught:
+            population(name, options, objective=objective, labels=labels)
+        assert caught.value.place == place, name
+        assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- FedAvg and switches
+HASHED = {
+    base: Objective.model_validate({"base": base, "bits": 8, "hidden": 16})
+    for base in ("dcmh", "shdch", "dscmr", "triplet", "csq", "dgcpn", "djsrh")
+}
+CAFE = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
+RCSR = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
+SCMR = {"loss_cs": False, "loss_ccs": False, "agg": "samples", "shared_layers": "all", "validation": 0.0}
+FEDPROX, MFCPL = {"mu": 0.0}, {"cmpr": 0.0, "cmpc": 0.0, "cma": 0.0}
+CREAMFL, HAP = {"inter": 0.0, "intra": 0.0, "kd": 0.0}, {"proto_triplet": False, "discriminator": False}
+UCH, IDLE, PRINTED = {"contrast": False, "distill": False}, {"single_modality": "idle"}, {"branch_renorm": False}
+ENHANCED = Objective(base="dscmr", bits=8, hidden=16, enhance=True, alpha=0.0, beta=0.0)
+#: A method, its options without effect, the objective, and FedAvg's options.
+DEGENERATE: list[tuple[str, dict[str, Any], Objective | None, dict[str, Any]]] = [
+    *(("fedprox", FEDPROX, HASHED.get(base), {}) for base in ("", "dscmr")),
+    *(("moon", FEDPROX, HASHED.get(base), {}) for base in ("", "dscmr")),
+    *(("fedmekt", {"weight": 0.0}, HASHED.get(base), {}) for base in ("", "dscmr")),
+    *(("mfcpl", MFCPL, HASHED.get(base), {}) for base in ("", "dscmr")),
+    *(("creamfl", CREAMFL, HASHED.get(base), {}) for base in ("", "dscmr")),
+    *(("feduch", UCH, HASHED.get(base), {}) for base in ("", "dgcpn", "djsrh")),
+    *(("fedhap", HAP, HASHED[base], {"weighting": "uniform"}) for base in ("triplet", "csq")),
+    ("fedcafe", CAFE, HASHED["dcmh"], {}),
+    ("fedcafe", {**CAFE, **PRINTED}, HASHED["shdch"], PRINTED),
+    ("rcsr", RCSR, None, IDLE),
+    ("rcsr", {**RCSR, **PRINTED}, None, {**IDLE, **PRINTED}),
+    ("rcsr", {**RCSR, "anchor": True}, None, {}),
+    ("rcsr", {**RCSR, "anchor": True, "proto_unit": False}, None, {"proto_unit": False}),
+    ("fedscmr", SCMR, ENHANCED, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "off", "objective", "plain"), DEGENERATE)
+def test_with_its_switches_off_a_method_equals_fedavg_to_the_bit_and_with_its_defaults_it_does_not(
+    name: str, off: dict[str, Any], objective: Objective | None, plain: dict[str, Any]
 ) -> None:
-    with pytest.raises(InputError) as caught:
-        population(name, options, objective=objective, labels=labels)
-    assert caught.value.place == place
-    assert "\n" not in str(caught.value)
+    fedavg, degenerate = population("fedavg", plain, objective=objective), population(name, off, objective=objective)
+    whole = population(name, {"warmup": 1} if name == "rcsr" else {}, objective=objective)
+    for _ in range(4):
+        for run in (fedavg, degenerate, whole):
+            run.round()
+        assert torch.equal(degenerate.state.theta, fedavg.state.theta)
+        if "prototypes" in fedavg.state.tensors:
+            assert torch.equal(degenerate.state.tensors["prototypes"], fedavg.state.tensors["prototypes"])
+    assert degenerate.personal.keys() == fedavg.personal.keys()
+    assert torch.isfinite(whole.state.theta).all() and not torch.equal(whole.state.theta, fedavg.state.theta)
+
+
+#: A method, its objective, common options, and changes that must each have an effect.
+SWITCHES: list[tuple[str, Objective | None, dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        "fedcafe",
+        None,
+        {},
+        [
+            *({switch: False} for switch in CAFE),
+            {"kl": "code"},
+            {"kl": "printed"},
+            {"le_detach": True},
+            {"memory": "class_mean"},
+            {"memory": "kmeans_random"},
+            {"memory": "kmeans_two_stage"},
+            {"similarity": "cluster"},
+            {"weight": "softmax"},
+        ],
+    ),
+    (
+        "rcsr",
+        None,
+        {"warmup": 1},
+        [
+            *({switch: False} for switch in ("router", "minimax", "client_align", "anchor", "branch_renorm")),
+            {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
+            {"fair_update": "paper", "fair_center": False, "masked_ema": False, "proto_unit": False},
+            {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2},
+            *({"router_mask": "none", "filler": filler, "masked_pc": False} for filler in ("ema", "zero", "learned")),
+        ],
+    ),
+    ("feduch", HASHED["dgcpn"], {}, [{"contrast": False}, {"distill": False}]),
+    (
+        "fedhap",
+        HASHED["triplet"],
+        {},
+        [*({switch: False} for switch in HAP), {"adv_input": "relaxed"}, {"adv_g": "literal"}, {"eq8": "printed"}],
+    ),
+    (
+        "plfedcmh",
+        None,
+        {"hn_rate": 0.01},
+        [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}],
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "objective", "common", "changes"), SWITCHES, ids=lambda value: str(value)[:12])
+def test_every_switch_of_a_method_changes_the_result(
+    name: str, objective: Objective | None, common: dict[str, Any], changes: list[dict[str, Any]]
+) -> None:
+    runs = [population(name, {**common, **change}, objective=objective) for change in ({}, *changes)]
+    for run in runs:
+        for _ in range(4):
+            run.round()
+        assert torch.isfinite(run.state.theta).all()
+    for change, run in zip(changes, runs[1:], strict=True):
+        assert not equal_states(run.state, runs[0].state), change

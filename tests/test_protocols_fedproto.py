@@ -8,28 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq.config.scenario import Training
 from fedmq.wire.payloads import ClassPrototypes
 from protocols import fedproto
-from protocols.parts import class_prototypes, clusters
+from protocols.parts import centroids, class_prototypes
 from protocols.parts.personal_model import OWN
-from tests.replies import own_embeddings, payload_of, with_payload
+from tests.replies import payload_of, with_payload
 from tests.small_federation import LABELS, MIXED, population
-
-
-@pytest.mark.slow
-def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
-    run = population("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
-    run.round()
-    shared = run.state.tensors[class_prototypes.GLOBAL][: len(LABELS)]
-
-    def distance() -> float:
-        valid = torch.ones(len(LABELS), dtype=torch.bool)
-        return float(fedproto.prototype_loss(own_embeddings(run, 0), run.shares[0].labels, shared, valid))
-
-    before = distance()
-    run.train(run.eligible[0], learning_rate=1e-2)
-    assert distance() < 0.5 * before
 
 
 def test_fedproto_without_its_term_equals_local_training() -> None:
@@ -91,26 +75,13 @@ def test_the_table_drops_a_silo_past_the_age_limit_and_ignores_older_reports() -
     assert int(again[class_prototypes.VERSIONS][1]) == 3
 
 
-def test_a_sample_with_two_labels_counts_for_both_classes() -> None:
-    features = torch.tensor([[2.0, 0.0], [4.0, 2.0]])
-    means, counts = class_prototypes.class_means(features, torch.tensor([[1, 1, 0], [0, 1, 0]]))
-    assert means.tolist() == [[2.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
-    assert counts.tolist() == [1, 2, 0]
-
-
 def test_k_means_finds_separated_groups_whatever_their_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
     points = (centres[:, None] + 0.1 * torch.randn(3, 7, 2, generator=generator)).flatten(0, 1)
     weights = torch.arange(1.0, 22.0)
-    found, held = clusters.k_means(points, weights, 3, np.random.default_rng(1))
-    order = clusters.nearest(centres, found)
+    found, held = centroids.k_means(points, weights, 3, np.random.default_rng(1))
+    order = centroids.nearest(centres, found)
     assert sorted(order.tolist()) == [0, 1, 2]
     torch.testing.assert_close(found[order].float(), centres, atol=0.2, rtol=0)
     assert held[order].tolist() == [28.0, 77.0, 126.0]
-
-
-def test_k_means_leaves_clusters_empty_where_points_repeat() -> None:
-    found, held = clusters.k_means(torch.ones(5, 2), torch.ones(5), 3, np.random.default_rng(0))
-    assert held.tolist() == [5.0, 0.0, 0.0]
-    assert not found[1:].any()

@@ -15,13 +15,13 @@ from torch.nn.functional import normalize
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.config.sections import Robust
-from fedmq.federation.protocol import Local, SiloFacts, Task, Update, take
+from fedmq.federation.protocol import Local, SiloFacts, Task, Update
 from fedmq.models.hash_networks import Tower
-from fedmq.wire.payloads import ClassPrototypes, Loss
-from protocols import fedcmr, fedhap, plfedcmh
+from fedmq.wire.payloads import Loss
+from protocols import fedcmr
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from protocols.objectives.shdch import Level, swept_codes
-from protocols.parts import centroids, class_prototypes, clusters, prototypes, robust, training
+from protocols.parts import centroids, class_prototypes, prototypes, robust, training
 from tests.replies import payload_of, silo_of
 from tests.small_federation import SmallFederation, population
 
@@ -40,20 +40,13 @@ def test_k_means_iterates_until_every_centre_is_the_mean_of_its_nearest_points()
         torch.rand(80, generator=generator).double() + 0.1,
     )
     for seed in range(5):
-        centres, held = clusters.k_means(points, weights, 5, np.random.default_rng(seed))
-        owner = clusters.nearest(points, centres)
+        centres, held = centroids.k_means(points, weights, 5, np.random.default_rng(seed))
+        owner = centroids.nearest(points, centres)
         for place in range(5):
             mine = owner == place
             mean = (points[mine] * weights[mine, None]).sum(0) / weights[mine].sum()
             torch.testing.assert_close(centres[place], mean)
             assert float(held[place]) == pytest.approx(float(weights[mine].sum()))
-
-
-def test_k_means_seeds_are_distinct_points() -> None:
-    points = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
-    for seed in range(30):
-        chosen = clusters._seeds(points, torch.ones(4).double(), 6, np.random.default_rng(seed))
-        assert sorted(chosen) == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
@@ -177,48 +170,12 @@ def test_fedcmr_reports_the_last_parts_mean_loss_and_stores_only_its_displacemen
     told = payload_of(run.reply(silo, trained), Loss).value
     assert told == trained.loss > 0
     protocol: Any = run.protocol
-    layout, shared = run.context.layout, protocol.partial.shared
+    layout, shared = run.context.layout, protocol.shared
     end = fedcmr.aggregation.extract(run.model.flat.detach(), layout, shared)
     torch.testing.assert_close(
         trained.state[fedcmr._DISPLACEMENT], end - fedcmr.aggregation.extract(starts[1], layout, shared)
     )
     assert not torch.equal(starts[0], starts[1])
-
-
-def test_plfedcmhs_prototype_terms_are_means_over_the_batch_and_over_the_silos_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = population("plfedcmh", kinds=PAIRED)
-    run.round()
-    protocol: Any = run.protocol
-    seen: dict[str, Any] = {}
-    real = protocol.fedavg.trained
-
-    def watched(local: Local, task: Task, **more: Any) -> Any:
-        seen.update(local=local, task=task, **more)
-        return real(local, task, **more)
-
-    monkeypatch.setattr(protocol.fedavg, "trained", watched)
-    run.train(run.eligible[0])
-    local, rows, caption = seen["local"], np.arange(4), np.zeros(11, np.int64)
-    step: Any = training.Step(rows, caption, run_with)  # type: ignore[arg-type]
-    image, text = training.outputs(local, rows, caption)
-    assert image is not None
-    assert text is not None
-    shared = class_prototypes.read_download(take(seen["task"].payloads, ClassPrototypes), image.code.device)
-    assert bool(shared.image_valid.all())
-    labels = training.labels_of(local, np.arange(11))[:4, protocol.columns]
-    terms = (
-        plfedcmh.prototype_loss(image.code, image.raw, labels, shared.image, shared.image_valid, protocol.options),
-        plfedcmh.prototype_loss(text.code, text.raw, labels, shared.text, shared.text_valid, protocol.options),
-    )
-    torch.testing.assert_close(seen["extra"](step, image, text), (terms[0] + terms[1]) / (4 * 11))
-
-
-def test_hysteresis_keeps_a_bit_whose_mean_equals_the_threshold() -> None:
-    means, old = torch.tensor([[0.25, -0.25, 0.5, -0.5]]), torch.tensor([[-1.0, 1.0, -1.0, 1.0]])
-    found = fedhap.binary_prototypes(means, torch.tensor([True]), old, 0.25)
-    assert found.tolist() == [[-1.0, 1.0, 1.0, -1.0]]
 
 
 def test_rcsr_sends_no_weight_above_one() -> None:

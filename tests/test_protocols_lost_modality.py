@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained
-from tests import in_process_run
 from tests.small_federation import SmallFederation, population
-from tests.threaded_run import resolved
 
 PAIRED = ((True, True),)
 
@@ -70,9 +67,3 @@ def test_a_bank_of_images_is_never_used_for_captions() -> None:
         trained_with(run, silo, image=False)
         changes.append(run.model.flat.detach().clone())
     assert torch.equal(*changes)
-
-
-def test_a_silo_that_lacks_a_modality_from_the_first_round_on_by_a_fault_takes_part(tiny: Path, tmp_path: Path) -> None:
-    lost = "faults=[{kind: modality_lost, modality: text, silos: [silo-00]}]"
-    scenario = resolved(tiny, "rounds=2", "participation=1", lost)
-    assert in_process_run.run(scenario, tmp_path).summary.per_silo["silo-00"].participations == 2

@@ -11,7 +11,7 @@ from fedmq.config.scenario import Training
 from fedmq.errors import RemoteWireError
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta
-from protocols.parts import class_prototypes, clusters
+from protocols.parts import centroids, class_prototypes
 from tests.replies import payload_of, with_payload
 from tests.small_federation import DIM, LABELS, SmallFederation, population
 
@@ -84,7 +84,7 @@ def test_a_full_first_cohort_defines_the_pseudo_classes_immediately(cohort: int 
     sizes = torch.cat([torch.from_numpy(each.counts) for each in sent])
     there = sizes > 0
     drawn = numpy_generator(0, "mfcpl", "classes")
-    centres, _ = clusters.k_means(points[there].clone(), sizes[there].clone(), 3, drawn)
+    centres, _ = centroids.k_means(points[there].clone(), sizes[there].clone(), 3, drawn)
     after = run.protocol.merge(run.state, replies, 0).state.tensors
     assert torch.equal(after["pseudo_classes"], centres.float())
 
@@ -113,13 +113,6 @@ def test_half_of_the_paired_silos_or_a_rounds_number_of_silos_are_enough_for_pse
         run.round([run.context.silos[index]])
         seen.append(made(run))
     assert seen == [False] * (len(order) - 1) + [True]
-
-
-def test_no_pseudo_class_is_made_of_missing_centroids() -> None:
-    run = population("mfcpl", {"classes": 3}, labels=(), kinds=((True, False), (False, True)), sizes=(6, 6))
-    for _ in range(3):
-        run.round()
-    assert not run.state.tensors["pseudo_classes_sizes"].any()
 
 
 def test_centroids_of_more_samples_than_the_update_are_refused() -> None:

@@ -17,6 +17,7 @@ from fedmq.config.scenario import Objective
 from protocols.parts import personal_adapter
 from protocols.parts.personal_model import OWN
 from tests.command_line import fedmq
+from tests.in_process_jobs import run_jobs_here
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
 
@@ -46,26 +47,26 @@ def another(kind: type[Any], name: str) -> Any:
 def off(kind: type[Any], condition: str) -> dict[str, Any]:
     """Values of a condition's switches for which it does not hold."""
     terms = [term.partition("=")[::2] for term in condition.split("|")]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for switch in dict.fromkeys(switch for switch, _ in terms):
         wanted = {value for each, value in terms if each == switch}
         listed = ["csq"] if switch == "objective.base" else choices(get_type_hints(kind)[switch]) or [0.0]
         nothing = [value for value in listed if value in (False, 0.0, "none")]
-        found[switch] = next(value for value in [*nothing, *listed] if str(value).lower() not in wanted)
-    return found
+        values[switch] = next(value for value in [*nothing, *listed] if str(value).lower() not in wanted)
+    return values
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
+def cases() -> Iterator[tuple[str, str, list[str]]]:
+    """Method, condition, and the options that have no effect where it does not hold."""
     for name in METHODS:
         kind = protocols.load(name).Options
+        names = [field.name for field in dataclasses.fields(kind)]
         for condition, patterns in kind.OF.items():
             if name == "pfedmma" and condition == "objective.base=info_nce":
                 continue  # it refuses every other base
-            fields = [field.name for field in dataclasses.fields(kind)]
-            for pattern in patterns:
-                found = fnmatch.filter(fields, pattern)
-                assert found, f"{name}: no option is called {pattern}"
-                yield from ((name, condition, option) for option in found)
+            options = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+            assert all(options.values()), f"{name}: no option is called like one of {patterns}"
+            yield name, condition, sorted({option for matched in options.values() for option in matched})
 
 
 def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, torch.Tensor]:
@@ -83,24 +84,23 @@ def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, t
     return {"model": run.state.theta, **own}
 
 
-def said(kind: type[Any], settings: dict[str, Any], base: str | None) -> dict[str, str]:
-    around = {"objective.base": base or "info_nce"}
-    return {option: why for option, _, why in without_effect(kind(**settings), around)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "condition", "option"), list(cases()))
-def test_an_option_whose_switch_is_off_has_no_effect_and_says_so(name: str, condition: str, option: str) -> None:
+@pytest.mark.parametrize(("name", "condition", "options"), list(cases()))
+def test_options_whose_switch_is_off_have_no_effect_and_say_so(name: str, condition: str, options: list[str]) -> None:
     kind = protocols.load(name).Options
     settings = off(kind, condition)
     base = settings.pop("objective.base", None)
-    assert option not in said(kind, settings, base)
-    changed = {**settings, option: another(kind, option)}
-    why = said(kind, changed, base)[option]
-    assert all(f"{switch}: {str(value).lower()}" in why for switch, value in settings.items())
-    with_it, without = trained(name, changed, base), trained(name, settings, base)
-    assert with_it.keys() == without.keys()
-    assert all(torch.equal(with_it[key], without[key]) for key in with_it)
+    changed = {**{option: another(kind, option) for option in options}, **settings}
+    reasons = [
+        {option: why for option, _, why in without_effect(kind(**given), {"objective.base": base or "info_nce"})}
+        for given in (settings, changed)
+    ]
+    for option in set(options) - set(settings):
+        assert option not in reasons[0]
+        assert all(f"{switch}: {str(value).lower()}" in reasons[1][option] for switch, value in settings.items())
+    with_them, without = trained(name, changed, base), trained(name, settings, base)
+    assert with_them.keys() == without.keys()
+    assert all(torch.equal(with_them[key], without[key]) for key in with_them)
 
 
 def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
@@ -137,9 +137,7 @@ def test_a_part_of_a_method_that_begins_after_the_last_round_is_reported(tiny: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [("scenario", "--set", "launcher=inline"), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")]
-)
+@pytest.mark.parametrize("command", [("scenario",), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")])
 def test_the_command_line_prints_the_hint_once_and_runs(
     command: tuple[str, ...],
     tiny: Path,
@@ -147,8 +145,17 @@ def test_the_command_line_prints_the_hint_once_and_runs(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    run_jobs_here(monkeypatch)
     name, *options = command
-    settings = ["--set", "rounds=1", "--set", "protocol={name: rcsr, minimax: false, lambda_p: 0.4}", "--quiet"]
+    settings = [
+        "--set",
+        "rounds=1",
+        "--set",
+        "launcher=inline",
+        "--set",
+        "protocol={name: rcsr, minimax: false, lambda_p: 0.4}",
+        "--quiet",
+    ]
     assert fedmq(monkeypatch, name, str(tiny), "--out", str(tmp_path / "out"), *settings, *options) == 0
     line = "warning protocol.lambda_p: 0.4 has no effect with personal: none"
     assert capfd.readouterr().err.splitlines().count(line) == 1

@@ -15,7 +15,7 @@ from fedmq.federation.protocol import Local, State
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model
 from protocols import plfedcmh
 from tests.replies import payload_of
-from tests.small_federation import DIM, SmallFederation, equal_states, population, share
+from tests.small_federation import SmallFederation, population, share
 
 TWO = ((True, True), (True, True))
 GENERATOR = 7
@@ -54,15 +54,6 @@ def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_the_branch() -> No
             assert part.stop - part.start == by_name[f"{owner}.weight"].size + by_name[f"{owner}.bias"].size
 
 
-def test_mixing_weights_are_a_distribution_over_the_eligible_models() -> None:
-    flat, shape, parts = small_network()
-    allowed = torch.tensor([True, False, True])
-    weights = plfedcmh.mixing_weights(plfedcmh.mixing_scores(flat, shape, list(parts)), allowed)
-    torch.testing.assert_close(weights.sum(1), torch.ones(2))
-    assert not weights[:, 1].any()
-    assert bool((weights >= 0).all())
-
-
 def test_a_block_of_zeros_mixes_equally() -> None:
     weights = plfedcmh.mixing_weights(torch.zeros(1, 4), torch.tensor([True, True, False, True]))
     torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
@@ -95,16 +86,6 @@ def test_hn_sign_descent_moves_a_mixture_along_the_update_and_code_against_it(si
 
 
 # ------------------------------------------------------------------------- the coordinator
-def test_before_any_training_every_silo_receives_the_same_model() -> None:
-    run = population("plfedcmh")
-    for silo in run.context.silos:
-        assert torch.equal(run.protocol.mixture(run.state, silo), run.state.theta)
-
-
-def test_after_training_every_silo_receives_a_different_model() -> None:
-    run = trained_world()
-    models = [run.protocol.mixture(run.state, silo) for silo in run.context.silos]
-    assert not torch.equal(models[0], models[3])
 
 
 def test_a_silos_personal_model_is_the_received_model_plus_its_update() -> None:
@@ -186,13 +167,6 @@ def test_a_stale_update_is_applied_to_the_model_that_the_silo_received() -> None
     torch.testing.assert_close(merged.tensors["hyper_image"][0], run.state.tensors["hyper_image"][0] + step)
 
 
-def test_an_absent_silo_keeps_its_last_model() -> None:
-    run = trained_world(1)
-    kept = run.state.tensors["table_models"][3].clone()
-    run.round(run.context.silos[:2])
-    assert torch.equal(run.state.tensors["table_models"][3], kept)
-
-
 def test_the_global_model_equals_fedavg_with_equal_weights() -> None:
     objective = Objective(base="shdch", bits=8, hidden=16)
     run, plain = (
@@ -205,23 +179,6 @@ def test_the_global_model_equals_fedavg_with_equal_weights() -> None:
 
 
 # ------------------------------------------------------------------------- the silo
-def test_without_prototypes_and_mixing_a_silo_trains_like_fedavg() -> None:
-    objective = Objective(base="shdch", bits=8, hidden=16)
-    options = {"beta": 0.0, "eta": 0.0}
-    run = population("plfedcmh", options, kinds=((True, True),), sizes=(7,), objective=objective)
-    plain = population("fedavg", kinds=((True, True),), sizes=(7,), objective=objective)
-    for _ in range(3):
-        run.round()
-        plain.round()
-    torch.testing.assert_close(run.state.theta, plain.state.theta)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}], ids=str)
-def test_every_switch_changes_the_result(changes: dict[str, Any]) -> None:
-    options = {"hn_rate": 0.01}
-    runs = [trained_world(4, options=options), trained_world(4, options={**options, **changes})]
-    assert not equal_states(runs[0].state, runs[1].state)
 
 
 def test_a_sample_whose_classes_have_no_prototype_has_no_prototype_loss() -> None:
@@ -235,13 +192,6 @@ def test_a_sample_whose_classes_have_no_prototype_has_no_prototype_loss() -> Non
     assert not gradient[1].any()
 
 
-def test_a_sample_of_two_classes_is_pulled_to_the_mean_of_their_prototypes() -> None:
-    prototypes = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    features, labels = torch.tensor([[0.5, 0.5]]), torch.ones(1, 2)
-    options = plfedcmh.PlFedCmhOptions(beta=0.0)
-    assert float(plfedcmh.prototype_loss(features, features, labels, prototypes, torch.ones(2).bool(), options)) == 0
-
-
 def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
     run = population("plfedcmh", kinds=((True, False), (True, True)), sizes=(6, 6))
     reply = run.replies()[0]
@@ -251,20 +201,6 @@ def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
     assert np.array_equal(found.counts, np.concatenate([counts, np.zeros_like(counts)]))
     assert image[counts > 0].any()
     assert not text.any()
-
-
-def test_a_silo_is_evaluated_with_its_mixture() -> None:
-    run = trained_world(kinds=TWO, sizes=(8, 8))
-    assert run.protocol.traits().personalised
-    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
-    for silo in run.context.silos:
-        payloads = run.protocol.task(run.state, silo)
-        encoders = run.protocol.encoders(Local(silo, run.shares[silo.index], run.model, {}), payloads)
-        found = encoders.image(x)
-        (model,) = [payload for payload in payloads if isinstance(payload, Model)]
-        assert np.array_equal(model.buffer, run.protocol.mixture(run.state, silo).numpy())
-        run.model.load(torch.from_numpy(model.buffer.copy()))
-        assert torch.equal(found, run.model.image(x))
 
 
 def test_a_silo_may_be_evaluated_with_its_last_trained_model() -> None:
@@ -282,9 +218,3 @@ def test_a_silo_may_be_evaluated_with_its_last_trained_model() -> None:
     assert torch.equal(run.model.flat.detach(), left)
     protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # no personal model yet
     assert torch.equal(run.model.flat.detach(), torch.tensor(sent))
-
-
-def test_it_runs_on_a_base_with_common_layers() -> None:
-    run = trained_world(3, objective=Objective(base="dscmr", bits=8, hidden=16))
-    assert "hyper_shared" in run.state.tensors
-    assert torch.isfinite(run.state.theta).all()

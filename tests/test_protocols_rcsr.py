@@ -16,51 +16,13 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import MergeResult, SiloFacts, State, Update, take
 from fedmq.wire.payloads import ClassPrototypes, Delta, Geometry, Loss, ModalityPrototypes, RouterStatistics
 from protocols import rcsr
-from protocols.parts import aggregation, prototypes, router
+from protocols.parts import aggregation, router
 from protocols.parts.centroids import MEMBERS
-from protocols.parts.losses import anchor, info_nce, nearest_anchor, unit
+from protocols.parts.losses import anchor, nearest_anchor, unit
 from tests import in_process_run
 from tests.replies import weights_of, with_payload
-from tests.small_federation import DIM, MIXED, equal_states, population, share
+from tests.small_federation import DIM, equal_states, population, share
 from tests.threaded_run import resolved
-
-OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
-
-
-# ------------------------------------------------------------------------- degeneration
-@pytest.mark.parametrize("branch_renorm", [False, True])
-def test_with_every_switch_off_rcsr_equals_fedavg_to_the_bit(branch_renorm: bool) -> None:
-    plain = population("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
-    run = population("rcsr", {**OFF, "branch_renorm": branch_renorm})
-    for _ in range(4):
-        plain.round()
-        run.round()
-        assert torch.equal(run.state.theta, plain.state.theta)
-
-
-@pytest.mark.parametrize("proto_unit", [True, False])
-def test_with_only_anchors_on_rcsr_equals_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
-    plain = population("fedavg", {"proto_unit": proto_unit})
-    run = population("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
-    for _ in range(6):
-        plain.round()
-        run.round()
-        assert torch.equal(run.state.tensors["prototypes"], plain.state.tensors["prototypes"])
-        assert torch.equal(run.state.theta, plain.state.theta)
-
-
-def test_the_paired_control_equals_fedavg_where_all_silos_are_paired() -> None:
-    kinds = ((True, True),) * 3
-    runs = [
-        population("fedavg", kinds=kinds),
-        population("paired_only", kinds=kinds),
-        population("rcsr", OFF, kinds=kinds),
-    ]
-    for _ in range(3):
-        for run in runs:
-            run.round()
-    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
-    assert torch.equal(runs[0].state.theta, runs[2].state.theta)
 
 
 def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_report() -> None:
@@ -96,9 +58,7 @@ def test_the_router_covers_all_silos_where_merges_are_of_few_replies_unless_conf
         ((), "reporters"),
         (("aggregation.mode=buffered",), "table"),
         (("aggregation.mode=buffered", "aggregation.buffer=3"), "reporters"),  # a round, to the bit
-        (("aggregation.mode=async",), "table"),
         (("aggregation.mode=async", "participation=0.25"), "reporters"),  # a round of a single reply
-        (("aggregation.mode=async", "protocol.router_over=reporters"), "reporters"),
     ],
     ids=str,
 )
@@ -115,15 +75,6 @@ def test_in_a_run_without_rounds_the_router_uses_the_table(
     monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
     in_process_run.run(resolved(tiny, "rounds=4", "participation=0.75", *settings), tmp_path)
     assert seen == [over] * 4
-
-
-def test_the_router_over_the_table_weights_a_buffer_of_two() -> None:
-    run = population("rcsr", {"warmup": 1, "router_over": "table"})
-    run.round()
-    for silos in (run.eligible[:2], run.eligible[2:]):
-        log = run.round(silos)
-        assert math.isfinite(log["router_loss"])
-    assert int((run.state.tensors["table_versions"] >= 0).sum()) == 4
 
 
 def test_the_table_stores_the_modalities_of_each_silos_last_report() -> None:
@@ -143,18 +94,9 @@ def test_the_table_stores_the_modalities_of_each_silos_last_report() -> None:
     assert runs[1].state.tensors["table_mask"].tolist() == told
 
 
-def test_an_older_reply_does_not_overwrite_the_table() -> None:
-    run = population("rcsr")
-    for _ in range(2):
-        run.round()
-    stale = [dataclasses.replace(reply, base_version=0, staleness=2) for reply in run.replies()]
-    after = run.protocol.merge(run.state, stale, 2).state
-    assert torch.equal(after.tensors["table_losses"], run.state.tensors["table_losses"])
-
-
 # ------------------------------------------------------------------------- weights
 @pytest.mark.parametrize("warmup", [0, 20])
-@pytest.mark.parametrize("loss", [0.0, 1e-30, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("loss", [0.0, 1e30])
 def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warmup: int) -> None:
     run = population("rcsr", {"warmup": warmup, "branch_renorm": False}, kinds=((True, True),) * 4)
     run.round()
@@ -170,15 +112,6 @@ def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warm
         run.version += 1
     for name, tensor in run.state.tensors.items():
         assert torch.isfinite(tensor).all(), name
-
-
-def test_without_the_router_weights_are_by_samples_or_uniform() -> None:
-    for routing, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
-        options = {"router": routing, "minimax": False, "branch_renorm": False, "warmup": 0}
-        run = population("rcsr", options, kinds=((True, True),) * 4)
-        np.testing.assert_allclose(weights_of(run, run.replies()), expected, atol=1e-6)
-        run.round()
-        assert run.state.values["router_steps"] == 0
 
 
 def test_during_warm_up_weights_are_by_samples_and_the_router_is_not_trained() -> None:
@@ -199,17 +132,6 @@ def test_during_warm_up_weights_are_by_samples_and_the_router_is_not_trained() -
 
 
 # ------------------------------------------------------------------------- prototypes
-def test_the_first_prototype_is_used_unchanged_and_later_ones_enter_a_moving_average() -> None:
-    tensors = prototypes.initial(2)
-    real = torch.ones(1, 2, dtype=torch.bool)
-    one = torch.ones(1, dtype=torch.float64)
-    first = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
-    tensors = prototypes.updated(tensors, first, real, one, 0.9)
-    assert torch.equal(tensors["prototypes"], first[0])
-    tensors = prototypes.updated(tensors, first.flip(1), real, one, 0.9)
-    expected = torch.tensor([0.9, 0.1]) / math.hypot(0.9, 0.1)
-    assert torch.allclose(tensors["prototypes"][0], expected)
-    assert torch.allclose(tensors["prototypes"].norm(dim=1), torch.ones(2))
 
 
 def test_a_modality_that_no_silo_reports_keeps_its_prototype() -> None:
@@ -256,46 +178,6 @@ def test_an_image_only_silo_is_idle_until_there_is_a_text_prototype_then_moves_t
     assert distance() < before
 
 
-@pytest.mark.parametrize("filler", ["ema", "zero", "learned"])
-@pytest.mark.parametrize("mask", ["input", "none"])
-def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str) -> None:
-    run = population(
-        "rcsr", {"filler": filler, "router_mask": mask, "warmup": 1, "masked_pc": False, "masked_ema": False}
-    )
-    fresh = run.state.tensors["router"].clone()
-    for _ in range(3):
-        run.round()
-    if filler == "learned":
-        name = router.layout(DIM, True)
-        assert not torch.equal(
-            router.views(run.state.tensors["router"], name)["filler"], router.views(fresh, name)["filler"]
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"router": False},
-        {"minimax": False},
-        {"client_align": False},
-        {"anchor": False},
-        {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
-        {"fair_update": "paper", "fair_center": False, "masked_pc": False, "masked_ema": False, "proto_unit": False},
-        {"branch_renorm": False},
-        {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2},
-    ],
-    ids="+".join,
-)
-def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
-    full, other = population("rcsr", {"warmup": 1}), population("rcsr", {"warmup": 1, **changes})
-    for _ in range(4):
-        full.round()
-        other.round()
-    assert torch.isfinite(other.state.theta).all()
-    assert not torch.equal(full.state.theta, other.state.theta)
-
-
 def test_multiple_anchors_pull_each_sample_to_the_nearest_and_a_single_one_is_the_papers_anchor() -> None:
     z, many = unit(torch.randn(5, DIM)), unit(torch.randn(3, DIM))
     cosines = z @ many.T
@@ -327,16 +209,6 @@ def test_silos_that_lack_a_modality_receive_all_its_centroids_after_the_warm_up(
 
 
 # ------------------------------------------------------------------------- the report
-def test_the_geometry_uses_the_previous_update() -> None:
-    run = population("rcsr")
-    silo = run.eligible[0]
-
-    def turn() -> float:
-        trained = run.train(silo)
-        return next(float(payload.values[2]) for payload in trained.payloads if isinstance(payload, Geometry))
-
-    assert turn() == 0.0
-    assert turn() != 0.0
 
 
 def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> None:
@@ -362,13 +234,6 @@ def test_prototypes_use_at_most_128_samples() -> None:
 
 
 # ------------------------------------------------------------------------- the router
-def test_the_router_is_invariant_to_the_order_of_silos() -> None:
-    shape = router.layout(DIM, learned_filler=False)
-    parameters = router.views(router.initial(shape, torch.Generator().manual_seed(0)), shape)
-    tokens = torch.randn(6, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
-    order = torch.tensor([3, 1, 5, 0, 2, 4])
-    straight = router.logits(parameters, tokens)
-    assert torch.allclose(router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
 
 
 def test_the_routers_network_equals_torchs_encoder_layer() -> None:
@@ -435,12 +300,6 @@ def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
     assert float(weights[0] + weights[2]) > 0.9
 
 
-def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
-    weights = torch.tensor([1.0, 0.0], requires_grad=True)
-    (gradient,) = torch.autograd.grad(router.entropy(weights), weights)
-    assert torch.isfinite(gradient).all()
-
-
 # ------------------------------------------------------------------------- merging branches
 def _update(silo: SiloFacts, change: list[float]) -> Update:
     return Update(silo, 1, 0, 0, 1.0, (Delta("0" * 64, np.array(change, np.float32), 2),))
@@ -459,17 +318,6 @@ def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
     assert renormalised.tolist() == [2, 2, 1, 1]
     printed = aggregation.merge_updates(theta, updates, half, branches, branch_renorm=False)  # type: ignore[arg-type]
     assert printed.tolist() == [2, 2, 0.5, 0.5]
-
-
-def test_a_batch_of_one_has_an_info_nce_of_exactly_zero() -> None:
-    z = torch.nn.functional.normalize(torch.randn(1, DIM, generator=torch.Generator().manual_seed(0)), dim=-1)
-    assert float(info_nce(z, -z, 0.07)) == 0.0
-
-
-def test_the_initial_state_has_no_silo_reports() -> None:
-    state: State = population("rcsr").state
-    assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
-    assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
 
 
 def test_a_silo_merged_alone_receives_its_weight_among_all_silos_of_the_table() -> None:

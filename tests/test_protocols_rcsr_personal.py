@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,6 @@ from tests import threaded_run
 from tests.small_federation import population
 
 ON = {"personal": "router", "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0, "warmup": 1}
-
-
-def test_an_adapter_starts_close_to_the_identity() -> None:
-    z = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-    adapter = personal_adapter.initial(16, 8, torch.Generator().manual_seed(1))
-    assert torch.allclose(personal_adapter.embed(z, adapter, 0.5), z, atol=2e-3)
-
-
-def test_adapters_are_trained_and_differ_between_silos() -> None:
-    run = population("rcsr", ON)
-    for _ in range(2):
-        run.round()
-    adapters = [run.personal[silo.index][personal_adapter.STATE] for silo in run.eligible]
-    for one, other in itertools.pairwise(adapters):
-        assert not torch.equal(one, other)
 
 
 def test_personalisation_changes_nothing_that_is_shared() -> None:
@@ -55,14 +39,6 @@ def test_fedbridge_p_fits_adapters_only_to_pairs_and_never_shares_them() -> None
     assert not any(personal_adapter.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
 
 
-def test_there_is_no_adapter_before_the_onset_round() -> None:
-    run = population("rcsr", {**ON, "personal_onset": 2})
-    for round_ in range(3):
-        run.round()
-        has = [personal_adapter.STATE in run.personal[silo.index] for silo in run.eligible]
-        assert all(has) if round_ == 2 else not any(has)
-
-
 @pytest.mark.parametrize("off", [{"anchor": False}, {"lambda_anc": 0.0}], ids=["no anchor", "an anchor of weight 0"])
 def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dict[str, Any]) -> None:
     run, anchored = population("rcsr", {**ON, **off}), population("rcsr", ON)
@@ -76,24 +52,6 @@ def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dic
         before = run.personal[silo.index][personal_adapter.STATE].clone()
         run.train(silo)
         assert torch.equal(run.personal[silo.index][personal_adapter.STATE], before)
-
-
-def test_adapter_training_resumes_from_the_previous_adapter() -> None:
-    run = population("rcsr", ON)
-    run.round()
-    before = run.personal[0][personal_adapter.STATE].clone()
-    run.round()
-    change = (run.personal[0][personal_adapter.STATE] - before).norm()
-    fresh = personal_adapter.initial(run.context.dim, 64, torch.Generator().manual_seed(0))
-    assert 0 < change < (run.personal[0][personal_adapter.STATE] - fresh).norm()
-
-
-@pytest.mark.parametrize(
-    ("weight", "expected"), [(0.0, 0.3), (0.25, 0.25), (0.5, 0.2), (0.9, 0.2)], ids=["none", "some", "half", "most"]
-)
-def test_a_silo_with_little_router_weight_adapts_more(weight: float, expected: float) -> None:
-    assert personal_adapter.strength(0.2, weight) == pytest.approx(expected)
-    assert personal_adapter.strength(0.45, weight) <= 0.5
 
 
 @pytest.mark.slow

@@ -20,11 +20,9 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols.parts.aggregation import branch_slices
 from protocols.parts.robust import (
-    coordinate_median,
     distances,
     krum_scores,
     multi_krum,
-    norm_bound_factors,
     robust_replies,
     trimmed_mean,
 )
@@ -50,14 +48,6 @@ def constant(*values: float) -> list[Update]:
     return [reply(index, np.full(SIZE, value)) for index, value in enumerate(values)]
 
 
-def test_norms_above_the_bound_are_scaled_down_to_it() -> None:
-    np.testing.assert_allclose(norm_bound_factors(np.array([1.0, 2.0, 8.0]), 4.0), [1, 1, 0.5])
-
-
-def test_without_a_bound_the_median_norm_is_the_bound() -> None:
-    np.testing.assert_allclose(norm_bound_factors(np.array([1.0, 2.0, 8.0]), None), [1, 1, 0.25])
-
-
 @pytest.mark.parametrize("rule", ["norm_bound", "krum", "median", "trimmed_mean"])
 def test_idle_silos_neither_outvote_training_ones_nor_are_changed(rule: str) -> None:
     """Over all silos the median norm would be 0 and stop training, and Krum would keep the idle silos, which agree."""
@@ -76,24 +66,6 @@ def test_krum_finds_the_outlier_among_silos_that_trained_and_drops_no_idle_silo(
     rule = Robust(rule="krum", byzantine=0.25)
     kept = robust_replies(constant(0, 1.0, 0, 50, 1.1, 0, 0.9, 0), rule, LAYOUT)
     assert [each.silo.index for each in kept] == [0, 1, 2, 4, 5, 6, 7]
-
-
-def test_krum_keeps_no_more_replies_than_can_be_honest() -> None:
-    kept = robust_replies(constant(1.0, 50, 1.1), Robust(rule="krum", keep=3), LAYOUT)
-    assert [each.silo.index for each in kept] == [0, 2]
-
-
-def test_replies_of_idle_silos_only_are_unchanged() -> None:
-    replies = constant(0, 0, 0)
-    for rule in ("norm_bound", "krum", "median", "trimmed_mean"):
-        changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
-        assert all(a is b for a, b in zip(changed, replies, strict=True))
-
-
-def test_the_median_is_taken_per_coordinate() -> None:
-    rows = np.array([[1.0, 9.0], [2.0, -5.0], [99.0, 0.0]])
-    np.testing.assert_array_equal(coordinate_median(rows), [2, 0])
-    np.testing.assert_array_equal(coordinate_median(rows[:2]), [1.5, 2])
 
 
 def test_the_trimmed_mean_drops_both_extremes() -> None:
@@ -126,18 +98,6 @@ def test_distances_use_only_branches_that_both_silos_trained() -> None:
     np.testing.assert_allclose(distances(rows, active, BRANCHES), [[0, 4, 4], [4, 0, math.nan], [4, math.nan, 0]])
 
 
-def test_without_a_rule_replies_are_unchanged() -> None:
-    replies = constant(1, 2, 3)
-    assert all(a is b for a, b in zip(robust_replies(replies, Robust(), LAYOUT), replies, strict=True))
-
-
-@pytest.mark.parametrize(("rule", "value"), [("median", 2.0), ("trimmed_mean", 2.0)])
-def test_the_robust_update_replaces_every_silos_update(rule: str, value: float) -> None:
-    changed = robust_replies(constant(1, 2, 3, -1000, 1000), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(updates(changed), np.full((5, SIZE), value))
-    assert all(isinstance(each.payloads[1], Loss) for each in changed)
-
-
 def test_the_median_of_a_branch_is_taken_over_silos_that_trained_it() -> None:
     image, text = BRANCHES["image"], BRANCHES["text"]
     only_image = np.zeros(SIZE)
@@ -147,12 +107,6 @@ def test_the_median_of_a_branch_is_taken_over_silos_that_trained_it() -> None:
     np.testing.assert_array_equal(changed[:, image], np.full_like(changed[:, image], 3.0))
     np.testing.assert_array_equal(changed[:3, text], np.full_like(changed[:3, text], 2.0))
     assert not changed[3:, text].any()
-
-
-def test_an_update_of_a_branch_that_the_silo_lacks_has_no_effect() -> None:
-    replies = [*constant(1, 2, 3), *(reply(k, np.full(SIZE, 1000.0), image=False) for k in (3, 4, 5, 6))]
-    changed = updates(robust_replies(replies, Robust(rule="median"), LAYOUT))
-    assert (changed[:3, BRANCHES["image"]] == 2.0).all()
 
 
 def test_krum_drops_the_outlier_with_all_its_payloads() -> None:
@@ -178,33 +132,14 @@ def test_the_order_of_arrival_does_not_matter() -> None:
         np.testing.assert_array_equal(updates(forward), updates(backward))
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    rows=arrays.arrays(np.float64, (7, 3), elements=st.floats(-10, 10)),
-    bad=arrays.arrays(np.float64, (3, 3), elements=st.floats(-1e9, 1e9)),
-)
-def test_a_minority_cannot_move_median_or_trimmed_mean_beyond_the_honest_range(
-    rows: np.ndarray, bad: np.ndarray
-) -> None:
-    everybody = np.concatenate([rows, bad])
-    for value in (coordinate_median(everybody), trimmed_mean(everybody, 0.3)):
-        assert (value >= rows.min(axis=0) - 1e-9).all()
-        assert (value <= rows.max(axis=0) + 1e-9).all()
-
-
 @pytest.mark.parametrize("rule", ["norm_bound", "median", "trimmed_mean", "krum"])
-@pytest.mark.parametrize("values", [(3.0,), (1.0, -300.0), (0.0, 1.0, 0.0, -300.0)])
-def test_the_model_is_left_as_it_is_when_fewer_than_three_silos_trained(rule: str, values: tuple[float, ...]) -> None:
-    left: list[str] = []
-    changed = robust_replies(constant(*values), Robust(rule=rule), LAYOUT, left.append)  # type: ignore[arg-type]
-    assert len(changed) == len(values)
-    assert not updates(changed).any()
-    assert sorted(left) == ["text.a", "visual.a"]
-
-
-def test_a_fixed_bound_holds_for_any_number_of_replies() -> None:
-    (one,) = robust_replies(constant(-300.0), Robust(rule="norm_bound", bound=1.0), LAYOUT)
-    assert np.linalg.norm(updates([one])) == pytest.approx(1.0)
+def test_the_model_is_left_as_it_is_when_fewer_than_three_silos_trained(rule: str) -> None:
+    for values in ((3.0,), (1.0, -300.0), (0.0, 1.0, 0.0, -300.0)):
+        left: list[str] = []
+        changed = robust_replies(constant(*values), Robust(rule=rule), LAYOUT, left.append)  # type: ignore[arg-type]
+        assert len(changed) == len(values)
+        assert not updates(changed).any()
+        assert sorted(left) == ["text.a", "visual.a"]
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
@@ -275,8 +210,7 @@ def test_a_run_with_krum_reports_the_silos_it_dropped(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "norm_bound"])
-def test_byzantine_silos_do_less_harm_with_a_robust_rule(rule: str, tiny: Path, tmp_path: Path) -> None:
+def test_byzantine_silos_do_less_harm_with_a_robust_rule(tiny: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     def model(name: str, *more: str) -> np.ndarray:
@@ -288,4 +222,6 @@ def test_byzantine_silos_do_less_harm_with_a_robust_rule(rule: str, tiny: Path, 
     faults = "faults=[{kind: scaled, factor: -30, silos: [silo-01]}]"
     honest = model("honest")
     harm = np.linalg.norm(model("plain", faults) - honest)
-    assert np.linalg.norm(model("robust", faults, f"aggregation.robust.rule={rule}") - honest) < harm / 3
+    for rule in ("median", "trimmed_mean", "krum", "norm_bound"):
+        robust = model(rule, faults, f"aggregation.robust.rule={rule}")
+        assert np.linalg.norm(robust - honest) < harm / 3, rule

@@ -21,9 +21,9 @@ from fedmq.config.scenario import Objective, Training
 from fedmq.federation.protocol import Local, Task, Trained, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model, Representations
+from protocols import fedhap
 from protocols.creamfl import LAST
 from protocols.parts import centroids, training
-from protocols.parts import discriminator as adversary
 from protocols.parts.losses import info_nce
 from protocols.parts.personal_model import OWN
 from tests.gradients import gradient_of
@@ -144,7 +144,7 @@ def test_a_fedhap_silo_descends_both_triplets_mu_quantisation_and_lambda_adversa
         loss = loss + all_triplets(codes, prototypes, (labels > 0) & valid, (labels == 0) & valid)
     if fooled:
         signs = codes.detach().sign() + codes - codes.detach()
-        drawn = adversary.initial(adversary.layout_of(BITS, labels.shape[1], 128), run.context.seed)
+        drawn = fedhap.initial_discriminator(fedhap.discriminator_layout(BITS, labels.shape[1], 128), run.context.seed)
         start = drawn + torch.from_numpy(take(task_of(run).payloads, DiscriminatorDelta).buffer.copy())
         moved = torch.from_numpy(take(given.payloads, DiscriminatorDelta).buffer.copy())
         start.requires_grad_()

@@ -8,27 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import protocols
 from fedmq.config import plug_ins
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
-    Context,
     Encoders,
     FederatedProtocol,
     Local,
     NoOptions,
-    Task,
     Traits,
     check_traits,
     class_problem,
 )
-from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Payload
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
-from protocols.parts import training
 from protocols.parts.variant import variant
 from tests import in_process_run
 from tests.small_federation import population
@@ -158,22 +153,6 @@ def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
 
 
 # --------------------------------------------------------------------------- variants
-@dataclass(frozen=True)
-class SmallOptions(AnchoredOptions):
-    """Options of FedAvg with short embeddings: FedAvg's and
-
-    Args:
-        weight: of the squared length of the features.
-    """
-
-    weight: float = 1.0
-
-
-def shrinking(options: SmallOptions, context: Context, local: Local, task: Task) -> training.Extra:
-    def extra(step: training.Step, image: Out | None, text: Out | None) -> torch.Tensor:
-        return options.weight * torch.stack([out.raw.square().mean() for out in (image, text) if out is not None]).sum()
-
-    return extra
 
 
 def made(kind: type[FederatedProtocol], options: Any) -> Any:
@@ -183,19 +162,6 @@ def made(kind: type[FederatedProtocol], options: Any) -> Any:
     check_traits("small", run.protocol, options, run.context)
     run.state = run.protocol.initial(run.state.theta)
     return run
-
-
-def test_a_variant_of_fedavg_defines_a_term_and_the_eligible_silos() -> None:
-    kind = variant(SmallOptions, extra_loss=shrinking, eligible=lambda silo: silo.paired)
-    assert kind.__name__ == "Small"
-    assert class_problem(kind) is None
-    runs = [made(kind, SmallOptions(weight=weight)) for weight in (0.0, 100.0)]
-    plain = population("fedavg")
-    for run in (*runs, plain):
-        run.round([silo for silo in run.eligible if silo.paired])
-    assert [silo.index for silo in runs[0].eligible] == [0, 3]
-    assert torch.equal(runs[0].state.theta, plain.state.theta)
-    assert not torch.equal(runs[1].state.theta, plain.state.theta)
 
 
 def test_a_personalised_variant_must_define_encoders() -> None:

@@ -33,11 +33,6 @@ def test_rcsr_and_fedbridge_anchor_unpaired_items_and_the_other_methods_ignore_t
     assert ANCHORING == ["fedbridge", "rcsr"]
 
 
-def test_rcsr_without_anchors_and_regulariser_ignores_unpaired_items() -> None:
-    run = population("rcsr", {"anchor": False, "client_align": False})
-    assert run.protocol.traits().unpaired == "ignored"
-
-
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_an_anchored_item_steps_on_the_cosine_to_the_prototype_of_the_modality_it_lacks(modality: str) -> None:
     """One batch of a kind: theta moves by -rate times the gradient of lambda_anc (1 - mean cos(z, p))."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import protocols
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import recall
@@ -21,13 +20,11 @@ from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import plots, search
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
-from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, PartialDelta
-from protocols import fedscmr
 from tests import in_process_run
 from tests.command_line import fedmq
-from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
+
+pytestmark = pytest.mark.slow
 
 DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
 #: Methods whose shared model cannot be used for retrieval, with their settings.
@@ -93,9 +90,8 @@ def as_the_silo_measured(root: Path, silo: str) -> Release:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*ONLY, *BESIDE])
+@pytest.mark.parametrize("method", ["local", "fedper", "pfedmma", "fedscmr", "rcsr", "fedbridge", "plfedcmh"])
 def test_the_personal_model_is_the_one_that_the_silo_evaluated(method: str, tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
     settings = {**ONLY, **BESIDE}[method]
     root = finished(tiny, tmp_path / "run", "participation=1", *settings)
     told = summary_of(root)["personal_whole_split"][PAIRED]
@@ -220,7 +216,6 @@ def test_a_missing_or_foreign_checkpoint_is_named(local: Path, adapted: Path, tm
 
 
 def test_silos_have_separate_galleries(local: Path) -> None:
-    pytest.importorskip("faiss")
     one, other = (export(opened(local, silo)) for silo in ("silo-00", "silo-01"))
     assert one.folder != other.folder
     assert (one.meta.silo, other.meta.silo) == ("silo-00", "silo-01")
@@ -233,7 +228,6 @@ def test_silos_have_separate_galleries(local: Path) -> None:
 def test_the_commands_accept_a_silo(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("faiss")
     told = summary_of(local)["personal_whole_split"][PAIRED]
     for command in (("search", local, "--item", "000007"), ("export", local), ("curves", local)):
         assert fedmq(monkeypatch, *command) == 2
@@ -249,24 +243,3 @@ def test_the_commands_accept_a_silo(
     maps = json.loads(capfd.readouterr().out)["runs"][f"local {PAIRED}"]
     assert maps == {f"map_{way}": pytest.approx(told[f"map_{way}"], abs=1e-12) for way in ("i2t", "t2i", "i2i", "t2t")}
     assert {row["run"] for row in csv.DictReader((tmp_path / "curves.csv").open())} == {f"local {PAIRED}"}
-
-
-@pytest.mark.parametrize("name", protocols.names())
-def test_a_method_declares_personal_only_if_and_only_if_its_shared_model_is_unusable(name: str) -> None:
-    """Judged by what its silos send: no update at all, or one of some layers."""
-    for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
-        run = population(name, options, objective=OBJECTIVES.get(name))
-        traits = run.protocol.traits()
-        kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
-        everything = traits.shared_layers in (None, names_of(run.context.layout))
-        none = traits.personalised and not (kinds & {Delta, PartialDelta} and everything)
-        assert traits.personal_only == none, options
-
-
-def names_of(layout: Layout) -> tuple[str, ...]:
-    return tuple(entry.name for entry in layout.entries)
-
-
-def test_fedscmr_that_shares_all_layers_has_a_usable_shared_model() -> None:
-    assert fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions()).personal_only
-    assert not fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions(shared_layers="all")).personal_only

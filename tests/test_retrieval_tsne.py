@@ -70,17 +70,6 @@ def test_embeddings_are_distinguished_only_by_angle() -> None:
     np.testing.assert_array_equal(plain, scaled)
 
 
-def test_identical_codes_are_mapped_to_one_point() -> None:
-    points = np.random.default_rng(0).random((9, 4)).astype(np.float32)  # of one sign, in nine directions
-    assert not plots._plane(points, binary=True, seed=0).any()
-    assert plots._plane(points, binary=False, seed=0).any()
-
-
-def test_codes_of_one_bit_are_mapped_to_the_plane() -> None:
-    points = np.array([[1.0], [-1.0]] * 10, np.float32)
-    assert np.isfinite(plots._plane(points, binary=True, seed=0)).all()
-
-
 def test_too_few_points_are_refused(release: Release) -> None:
     with pytest.raises(InputError, match="at least 4"):
         plots.placed("it", release, items=1, classes=10, sides=("image", "text"))

@@ -9,29 +9,37 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import protocols  # noqa: F401 - registers the objectives
+from coordinator.updates import merge_line
+from fedmq.api.results import write_report
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli.report import complete_report
+from fedmq.config.resolve import load
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
-from fedmq.runs.report import figures, logs, run_report, side_by_side
-from fedmq.runs.report.logs import add_records, timeline
+from fedmq.runs.report import figures, first_screen, logs, run_report
+from fedmq.runs.report.html import Figure
+from fedmq.runs.report.logs import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary
-from fedmq.runs.run_records import MergeLine, OwnHeldOut
+from fedmq.runs.run_records import EvaluationLine, MergeLine, OwnHeldOut, RunSummary
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import size_text
+from fedmq.text import tensor_text
 from fedmq.wire.log_records import record_of
 from tests import in_process_run
 from tests.run_summaries import summary
 from tests.test_runs_html_page import drawn, titles
 from tests.threaded_run import resolved, run
+
+pytestmark = pytest.mark.slow
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 200)}
 
@@ -64,7 +72,7 @@ def photo_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.mark.slow
 def test_a_report_has_examples_with_images_holdings_a_timeline_and_the_space(photo_run: RunFolder) -> None:
-    assert complete_report(photo_run, None) is None
+    assert write_report(photo_run, None) is None
     page = photo_run.report.read_text(encoding="utf-8")
     found = titles(page)
     for title in (
@@ -72,11 +80,10 @@ def test_a_report_has_examples_with_images_holdings_a_timeline_and_the_space(pho
         "Training loss",
         "Who holds what",
         "Retrieval for each silo",
-        "Participation",
+        "R@1 of the silos",
         "Timeline of the silos",
-        "The shared space before training",
-        "The shared space after training",
-        "Traffic from the silos",
+        "The shared space",
+        "Traffic [MB]",
     ):
         assert title in found
     figures = dict(zip(found, drawn(page), strict=True))
@@ -84,7 +91,7 @@ def test_a_report_has_examples_with_images_holdings_a_timeline_and_the_space(pho
     assert figures["Who holds what"].data[0].x == ("blue", "green", "red")
     assert sum(map(sum, figures["Who holds what"].data[0].z)) == 18
     names = {trace.name for trace in figures["Timeline of the silos"].data}
-    assert {"reply arrived", "scripted fault"} <= names
+    assert {"failed", "scripted fault"} <= names
     assert 6 <= len(re.findall(r'<div class="query">', page)) <= 12
     assert page.count('src="data:image/jpeg;base64,') > 12
     assert page.count('class="hit right"') >= 6
@@ -95,7 +102,7 @@ def test_a_report_has_examples_with_images_holdings_a_timeline_and_the_space(pho
 
 
 def test_an_example_names_the_rank_of_the_right_item_among_the_held_out_ones(photo_run: RunFolder) -> None:
-    complete_report(photo_run, None)
+    write_report(photo_run, None)
     data = json.loads((photo_run.root / "report_data.json").read_text())
     assert data["items"] == 6
     for example in data["examples"]:
@@ -112,25 +119,25 @@ def test_an_example_names_the_rank_of_the_right_item_among_the_held_out_ones(pho
         assert max(best) <= min(worst)
 
 
-@pytest.mark.parametrize("image", ["javascript:alert(1)", "data:image/svg+xml;base64,AAAA", "x" * 50_000])
-def test_a_image_that_is_not_a_small_jpeg_is_refused(photo_run: RunFolder, tmp_path: Path, image: str) -> None:
-    complete_report(photo_run, None)
+def test_images_that_are_no_small_jpegs_and_points_without_pairs_are_refused_and_data_of_another_model_left_out(
+    photo_run: RunFolder, tmp_path: Path
+) -> None:
+    write_report(photo_run, None)
     folder = _copy(photo_run, tmp_path)
     path = folder.root / "report_data.json"
     data = json.loads(path.read_text())
-    data["examples"][0]["query"]["image"] = image
-    path.write_text(json.dumps(data))
-    with pytest.raises(InputError, match=r"report_data\.json"):
-        run_report.write(folder, {})
-
-
-def test_data_of_another_model_are_left_out(photo_run: RunFolder, tmp_path: Path) -> None:
-    complete_report(photo_run, None)
-    folder = _copy(photo_run, tmp_path)
-    path = folder.root / "report_data.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_digest": "0" * 64}))
+    path.write_text(json.dumps({**data, "model_digest": "0" * 64}))
     run_report.write(folder, {})
     assert "What is retrieved" not in folder.report.read_text()
+    after = data["after"]
+    path.write_text(json.dumps({**data, "after": {**after, "text": after["text"][1:]}}))
+    with pytest.raises(InputError, match=r"report_data\.json"):
+        run_report.write(folder, {})
+    for image in ("javascript:alert(1)", "data:image/svg+xml;base64,AAAA", "x" * 50_000):
+        data["examples"][0]["query"]["image"] = image
+        path.write_text(json.dumps(data))
+        with pytest.raises(InputError, match=r"report_data\.json"):
+            run_report.write(folder, {})
 
 
 def test_a_report_without_the_data_says_why_and_is_written(photo_run: RunFolder, tmp_path: Path) -> None:
@@ -138,7 +145,7 @@ def test_a_report_without_the_data_says_why_and_is_written(photo_run: RunFolder,
     (folder.root / "report_data.json").unlink(missing_ok=True)
     text = folder.scenario.read_text()
     folder.scenario.write_text(text.replace("items.jsonl", "elsewhere.jsonl"))
-    assert "elsewhere.jsonl" in str(complete_report(folder, None))
+    assert "elsewhere.jsonl" in str(write_report(folder, None))
     assert "Retrieval on the held-out split" in folder.report.read_text()
 
 
@@ -151,26 +158,34 @@ def test_a_damaged_line_of_a_log_is_refused_or_left_out_and_an_incomplete_last_o
     known = logs.read_logs(folder)
     log.write_bytes(b"".join([first, b"{}\n", second, b"[]\n", *others]))
     with pytest.raises(InputError, match=r"coordinator\.jsonl: line 2: found 'not a record'.*fedmq audit"):
-        complete_report(folder, None, damaged=False)
-    assert complete_report(folder, None) is None
+        write_report(folder, None, damaged=False)
+    assert write_report(folder, None) is None
     assert logs.read_logs(folder) == known
     log.write_bytes(b"".join([first, second, *others, first[:40]]))
     assert logs.read_logs(folder, damaged=False) == known
 
 
-def test_an_inline_run_has_a_report_without_a_timeline(tiny: Path, tmp_path: Path) -> None:
-    in_process_run.run(resolved(tiny), tmp_path / "run")
+def test_an_inline_run_has_a_timeline_from_its_merges_and_tells_what_its_data_allow(tiny: Path, tmp_path: Path) -> None:
+    with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
+        arrays = dict(stored)
+    arrays["keys"] = np.array([f"{row:06d}" for row in range(len(arrays["image"]))])
+    first, second = np.flatnonzero(arrays["split"] == "test")[:2]
+    arrays["image"][second] = arrays["image"][first]
+    np.savez(tmp_path / "twice.npz", **arrays)
+    in_process_run.run(resolved(tiny, f"data.path={tmp_path / 'twice.npz'}"), tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
-    assert complete_report(folder, None) is None
+    assert write_report(folder, None) is None
     page = folder.report.read_text()
-    assert "Timeline of the silos" not in titles(page)
-    assert "there is nothing to audit" in page
+    busy = dict(zip(titles(page), drawn(page), strict=True))["Timeline of the silos"].data[0]
+    assert max(map(max, busy.z)) == 1
+    assert "there is nothing to audit" in page and "silos that sent it" not in page
+    assert "from the files: 100 train" in page and "from image to text, R@1 can reach at most 0.97" in page
 
 
 def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFolder) -> None:
     run_report.write(photo_run, {})
     section = photo_run.report.read_text().partition('<h2 id="privacy">')[2].partition("<h2")[0]
-    found = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", section)
+    found = re.findall("<tr>" + r"<td[^>]*>(.*?)</td>" * 4 + "</tr>", section)
     audit = audit_run(photo_run.root)
     silos = [name for name in audit.sent if name.startswith("silo-")]
     kinds = sorted({kind for name in silos for kind in audit.sent[name]})
@@ -180,7 +195,7 @@ def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFol
         numbers = [audit.sent[name][kind] for name in silos if audit.sent[name][kind]]
         size = sum(audit.left[name][kind] for name in silos)
         row = (kind.replace("_", " "), str(len(numbers)), f"{sum(numbers):,}")
-        expected.append((*row, size_text(size) if size else "numbers only"))
+        expected.append((*row, tensor_text(size)))
     assert found == expected
     assert [(silos, size) for kind, silos, _, size in found if kind == "loss"] == [("2", "numbers only")]
     assert ("data statement", "2", "2", "240 B") in found
@@ -203,37 +218,97 @@ def test_a_headline_claims_a_change_only_beyond_what_chance_explains() -> None:
 
 def test_a_training_loss_of_a_silo_that_had_nothing_to_train_on_is_not_drawn() -> None:
     found = ({"silo-00": 2.0, "silo-01": 0.0}, {"silo-00": 1.0, "silo-01": 0.5})
-    lines = [
-        MergeLine(
-            kind="merge",
-            version=version,
-            now=0.0,
-            replies=list(losses),
-            staleness=[0, 0],
-            loss=sum(losses.values()) / 2,
-            losses=losses,
-        )
-        for version, losses in enumerate(found, 1)
+    replies: list[list[Any]] = [
+        [SimpleNamespace(silo=SimpleNamespace(name=silo), loss=loss, staleness=0) for silo, loss in losses.items()]
+        for losses in found
     ]
-    mean, each = figures.losses(lines)
-    assert mean.traces[0]["y"] == [2.0, 0.75]
-    assert [trace["x"] for trace in each.traces] == [[1, 2], [2]]
-    assert "nothing to train on" in mean.note
+    lines = [merge_line(version, 0.0, each, {}) for version, each in enumerate(replies, 1)]
+    assert [line.loss for line in lines] == [2.0, 0.75], "one value for report, side by side, trackers and status"
+    (figure,) = figures.losses(lines, {"silo-00": ("image",), "silo-01": ("image", "text")}, "silo-01")
+    drawn_ = {str(trace["name"]): (trace["x"], trace["y"]) for trace in figure.traces}
+    assert drawn_["images only (1), median"] == ([1, 2], [2.0, 1.0])
+    assert drawn_["images and captions (1), median"] == drawn_["silo-01"] == ([2], [0.5])
+    assert "nothing to train on" in figure.note
 
 
-def test_a_payload_kind_has_one_colour_in_both_traffic_figures(photo_run: RunFolder) -> None:
-    summary = read_summary(photo_run)
-    up, down = figures.traffic(logs.read_logs(photo_run).course, summary)
-    traces = [(str(trace["name"]), str(trace["marker"])) for trace in up.traces + down.traces]
-    kinds, pairs = {name for name, _ in traces}, set(traces)
-    assert {"delta", "loss", "modality prototypes", "model"} <= kinds
-    assert len({marker for _, marker in pairs}) == len(pairs) == len(kinds)
+def test_a_long_curve_is_smoothed_with_its_values_behind_and_a_short_one_is_not() -> None:
+    assert figures.smooth([1.0, 5.0, 3.0]) == [1.0, 5.0, 3.0]
+    noisy = [float(value % 2) for value in range(40)]
+    figure = Figure("", "", "")
+    figures.draw_noisy(figure, range(40), noisy, "loss", "#000000")
+    assert figure.traces[0]["y"] == noisy
+    smoothed = figure.traces[1]["y"]
+    assert isinstance(smoothed, list) and len(smoothed) == 40 and max(smoothed[2:-2]) <= 0.7
+    assert (smoothed[0], smoothed[-1]) == (noisy[0], noisy[-1]), "a curve ends at the value of the tables"
+    course = [(at, {"mean_r1": each}) for at, each in enumerate(noisy)]
+    (made,) = figures.retrieval("R", course, (), {"rounds": {}}, "", "")
+    assert [trace["y"] for trace in made.traces] == [noisy, smoothed]
+
+
+def test_a_cell_of_the_timeline_is_a_merge_and_as_dark_as_the_silo_was_busy() -> None:
+    facts, silos = LogFacts(), ["fast", "slow"]
+    merges = [
+        MergeLine(kind="merge", version=at, now=10.0 * at, replies=silos, staleness=[0, 0]) for at in range(1, 41)
+    ]
+    for at in range(40):
+        for silo, share in (("fast", 0.2), ("slow", 1.0)):
+            facts.tasks[silo, at] = logs.TaskSpan(silo, at, 10.0 * at, 10.0 * (at + share), "reply arrived")
+    figure = timeline(facts, merges, silos, "")
+    assert figure is not None and "Each cell is 1 merge. Full colour: the silo had a task" in figure.note
+    fast, slow = figure.traces[0]["z"]  # type: ignore[misc]
+    assert fast == pytest.approx([0.2] * 40) and slow == pytest.approx([1.0] * 40)
+    inline = timeline(LogFacts(), merges, silos, "")
+    assert inline is not None and "until its reply was merged" in inline.note and "sent" not in inline.note
+
+
+@pytest.mark.parametrize(("items", "low", "high"), [(5, 0.11, 0.60), (11, 0.15, 0.50), (320, 0.27, 0.34)])
+def test_the_interval_of_few_items_is_wide(items: int, low: float, high: float) -> None:
+    assert figures.interval(0.3, items) == pytest.approx((low, high), abs=0.012)
+
+
+def test_the_first_screen_says_the_peak_who_is_left_behind_and_what_failed(tiny: Path) -> None:
+    def line(version: int, shared: float, silo: float) -> EvaluationLine:
+        per_silo = {"silo-00": {"mean_r1": silo}}
+        return EvaluationLine(kind="evaluation", version=version, metrics={"mean_r1": shared}, per_silo=per_silo)
+
+    silo = {"modalities": ["image", "text"], "samples": 9, "participations": 2, "tasks": 2, "heldout": 11}
+    more = {
+        "metrics": {"mean_r1": 0.484},
+        "per_silo": {"silo-00": {**silo, "mean_r1": 0.25}},
+        "evaluated": {"split": "test", "images": 323},
+        "tasks": {"merged": 4, "failed": 1, "discarded": 2},
+        "messages": {"refused": 3},
+    }
+    found = RunSummary.model_validate({**summary().plain(), **more})
+    evaluations = [line(0, 0.48, 0.35), line(1, 0.548, 0.4), line(2, 0.484, 0.25)]
+    worked, behind, sent, failed = first_screen.answers(found, evaluations, load(tiny), LogFacts())
+    assert worked[1] == "R@1 0.480 → 0.484"
+    assert worked[2][0] == "Peak 0.548 in round 1; the end is 0.064 below it."
+    assert "0.446 to 0.523 after" in worked[2][1]
+    assert behind[1] == "1 of 1 silo ended below the start"
+    assert behind[2] == [
+        "silo-00: 0.350 → 0.250, 11 items, 95 % interval 0.12 to 0.46.",
+        "Start above the end's interval: none of them.",
+    ]
+    assert sent[1].endswith("down") and "clipped" in sent[2][-1]
+    assert failed[1] == "3 tasks and 3 messages"
+    assert failed[2] == ["4 of 7 tasks merged, 1 failed, 2 discarded.", "3 messages refused."]
+
+
+def test_traffic_is_stacked_by_kind_in_both_directions(photo_run: RunFolder) -> None:
+    found = read_summary(photo_run)
+    figure = figures.traffic(found)
+    assert figure is not None
+    bars = {str(trace["name"]): trace["x"] for trace in figure.traces}
+    assert {"delta", "loss", "modality prototypes", "model"} <= bars.keys()
+    assert bars["delta"] == [found.bytes.up["delta"] / 1e6, 0.0]
+    assert bars["model"] == [0.0, found.bytes.down["model"] / 1e6]
 
 
 def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     photo_run: RunFolder, tmp_path: Path
 ) -> None:
-    complete_report(photo_run, None)
+    write_report(photo_run, None)
     folder = _copy(photo_run, tmp_path)
     path = folder.root / "report_data.json"
     data = json.loads(path.read_text())
@@ -244,12 +319,12 @@ def test_a_small_perfect_run_has_its_size_no_certain_recalls_and_no_worst_cases(
     page = folder.report.read_text()
     assert "6 test images, 6 captions</h1>" in page
     assert '<p class="remark">R@10 is not shown: with 6 items to retrieve from, any model reaches 1</p>' in page
-    assert "<td>mean_r10</td><td>-</td><td>-</td>" in page
+    assert re.search(r"<td[^>]*>mean_r10</td><td[^>]*>-</td><td[^>]*>-</td>", page)
     curves = dict(zip(titles(page), drawn(page), strict=True))["Retrieval on the held-out split"]
     assert [trace.name for trace in curves.data] == ["R@1", "R@5", "mAP"]
     assert "No text to image query went wrong" in page and "Worst cases" in page
     assert len(re.findall(r'<div class="query">', page)) == 6
-    assert "virtual time [s]" in page and ">real time<" in page
+    assert "virtual time [s]" in page and "s of virtual time, simulated" in page
 
 
 def test_a_thumbnail_has_the_whole_image(tmp_path: Path) -> None:
@@ -268,7 +343,8 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
     assert sum(outcomes.values()) == 6
     summary = read_summary(photo_run)
     assert facts.up["silo-00"]["delta"] + facts.up["silo-01"]["delta"] == summary.bytes.up["delta"]
-    assert timeline(facts, ["silo-00", "silo-01"]) is not None
+    silos = ["silo-00", "silo-01"]
+    assert timeline(facts, [], silos, "") is not None
     # A silo that was lost for a while is sent its task again, and its second reply is discarded.
     lines = [json.loads(line) for line in photo_run.messages("coordinator").read_text().splitlines()]
     sent = next(each for each in lines if each.get("kind") == "task")
@@ -285,17 +361,27 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
 
 def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -> None:
     other = _copy(photo_run, tmp_path)
-    side_by_side.write([photo_run, other], tmp_path / "page.html")
+    run_report.write_side_by_side([photo_run, other], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "2 runs side by side" in page
     assert titles(page)[0] == "recall@1, mean"
     assert [trace.name for trace in drawn(page)[0].data] == ["run", "copy"]
-    assert "cannot be compared" not in page
+    assert "cannot be compared" not in page and "<h2>Settings that differ</h2>\n<p>None.</p>" in page
+    other.scenario.write_text(other.scenario.read_text().replace("rounds: 3", "rounds: 4"))
     summary = json.loads(other.summary.read_text())
     other.summary.write_text(json.dumps({**summary, "data_digest": "0" * 64}))
-    side_by_side.write([photo_run, other], tmp_path / "page.html")
-    assert "cannot be compared" in (tmp_path / "page.html").read_text()
+    run_report.write_side_by_side([photo_run, other], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "cannot be compared" in page
+    differing = page.partition("Settings that differ")[2].partition("<h2>")[0]
+    assert re.findall(r"<td[^>]*>(.*?)</td>", differing)[:3] == ["rounds", "3", "4"]
 
 
-def _copy(folder: RunFolder, tmp_path: Path) -> RunFolder:
-    return RunFolder(Path(shutil.copytree(folder.root, tmp_path / "copy")))
+def test_runs_of_a_comparison_are_named_by_what_differs(photo_run: RunFolder, tmp_path: Path) -> None:
+    names = ("smoke-fedavg-seed0-2d7eaab22bca", "smoke-rcsr-seed0-5b3bea0f8032")
+    page = run_report.side_by_side([_copy(photo_run, tmp_path, name) for name in names])
+    assert [trace.name for trace in drawn(page)[0].data] == ["fedavg-seed0", "rcsr-seed0"]
+
+
+def _copy(folder: RunFolder, tmp_path: Path, name: str = "copy") -> RunFolder:
+    return RunFolder(Path(shutil.copytree(folder.root, tmp_path / name)))

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,17 +17,26 @@ from typing import Any
 
 import pytest
 
+import fedmq.runs.tracking
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments.grid import digest, named_by
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.trackers import TRACKERS, End, TrackedRun, Value, check, values_of
+from fedmq.runs.trackers import TRACKERS, End, TrackedRun, Tracker, Value, check, values_of
 from fedmq.runs.tracking import tracking
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
 from tests.threaded_run import resolved, run_of
+from tests.waiting import PATIENCE
 
 NAMES = ("csv", "tensorboard", "mlflow", "wandb")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer to import the trackers' libraries than a run waits for a server at its end."""
+    for limit in ("_OPENING", "_PATIENCE"):
+        monkeypatch.setattr(fedmq.runs.tracking, limit, PATIENCE)
 
 
 def tracked_run(tiny: Path, out: Path, *names: str) -> tuple[ResolvedRun, list[str]]:
@@ -179,6 +190,38 @@ def test_a_failing_tracker_is_given_up_in_one_line_and_the_others_receive_the_ru
     assert float(result["mean_r1"]) == read_summary(folder).metrics["mean_r1"]
 
 
+def test_a_tracker_that_does_not_open_does_not_hold_up_the_end(
+    finished: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, released = RunFolder(Path(shutil.copytree(finished, tmp_path / "run"))), threading.Event()
+    run, notices = run_of(resolved(tiny, "track=mlflow")), list[str]()
+    monkeypatch.setattr(fedmq.runs.tracking, "_OPENING", 0.0)
+
+    def silent(run: TrackedRun, key: str | None) -> Tracker:
+        released.wait()
+        raise ConnectionError
+
+    with tracking(run, folder, notices.append, {"mlflow": silent}):
+        pass
+    assert notices == ["track: mlflow: not reached 0 s after the end; the run is complete without it"]
+    released.set()
+
+
+@pytest.mark.slow
+def test_mlflow_on_a_closed_port_is_given_up_within_the_time_for_opening(
+    finished: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
+    run, notices = run_of(resolved(tiny, "track=mlflow")), list[str]()
+    with socket.socket() as taken:  # bound, but not listening
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with tracking(run, folder, notices.append):
+            pass
+    (notice,) = notices
+    assert re.match(r"track: mlflow: API request to .* failed .*; the run continues without it", notice)
+
+
 def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check(["csv"])
@@ -209,21 +252,21 @@ def test_lines_of_a_run_have_the_real_time_and_a_replay_ignores_it(tiny: Path, t
     assert first_difference(*records) is None
 
 
-@pytest.mark.parametrize(
-    ("sent", "found"),
-    [
+def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
+    finished: Path, tiny: Path, tmp_path: Path
+) -> None:
+    folder = RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
+    sent: dict[str, object]
+    for sent, found in (
         ({"key": "../../other", "versions": {}}, r"csv\.key"),
         ({"key": "csv", "versions": {"merge": 10**6}}, r"version 1000000 of"),
         ({"key": "csv", "versions": {"merge": -2}}, r"csv\.versions\.merge"),
-    ],
-)
-def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
-    finished: Path, tiny: Path, tmp_path: Path, sent: dict[str, object], found: str
-) -> None:
-    folder, notices = RunFolder(Path(shutil.copytree(finished, tmp_path / "run"))), list[str]()
-    (folder.root / "trackers").mkdir()
-    (folder.root / "trackers" / "state.json").write_text(json.dumps({"trackers": {"csv": sent}}))
-    with tracking(run_of(resolved(tiny, "track=csv")), folder, notices.append):
-        pass
-    assert len(notices) == 2 and re.search(found, notices[0]) and "the trackers start a new run" in notices[0]
-    assert len(read_csv(folder.root)) > 5
+    ):
+        shutil.rmtree(folder.root / "trackers", ignore_errors=True)
+        (folder.root / "trackers").mkdir()
+        (folder.root / "trackers" / "state.json").write_text(json.dumps({"trackers": {"csv": sent}}))
+        notices = list[str]()
+        with tracking(run_of(resolved(tiny, "track=csv")), folder, notices.append):
+            pass
+        assert len(notices) == 2 and re.search(found, notices[0]) and "the trackers start a new run" in notices[0]
+        assert len(read_csv(folder.root)) > 5

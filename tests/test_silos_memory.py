@@ -33,14 +33,15 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
             raise error
         return ()
 
-    monkeypatch.setattr(program, "release_unused_memory", lambda: told.append("given back"))
+    monkeypatch.setattr(program, "release_unused_gpu_memory", lambda: told.append("given back"))
     facts, epochs = SimpleNamespace(name="silo-00"), SimpleNamespace(epochs_before=0)
     silo: Any = SimpleNamespace(respond=respond, simulated=True, facts=facts, epochs=epochs, errors=None)
     link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
     header = SimpleNamespace(sequence=1, base_version=0, kind=Kind.TASK)
     message: Any = SimpleNamespace(header=header, task=None)
     slots: Any = Slots(told)
-    program.reply_to(link, silo, slots, message, QUIET, (*program.FATAL_ERRORS, *fatal))
+    ready: Any = SimpleNamespace(silo=silo, agreed=SimpleNamespace(check=lambda _: None))
+    program.reply_to(link, ready, slots, message, QUIET, (*program.FATAL_ERRORS, *fatal))
     return told
 
 

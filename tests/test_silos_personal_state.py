@@ -33,7 +33,7 @@ def test_a_silo_in_a_new_folder_says_that_its_state_is_missing(
     assert noted(tmp_path / "first", (1, 0, True), (4, 1, True)) == [kept]
     assert not capfd.readouterr().err
     assert noted(tmp_path / "second", (7, 4, True), (9, 7, True)) == [gone, kept]
-    assert "its reply to task 4 was sent from another folder than this --out" in capfd.readouterr().err
+    assert "it sent an earlier reply from another folder than this --out" in capfd.readouterr().err
     assert noted(tmp_path / "begins later", (7, 4, False), (9, 7, True)) == [kept], "the method had no state before"
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import coordinator.program
+from coordinator.liveness import dismiss_all
+from coordinator.peers import Peers
 from fedmq.audit.log_checks import audit_run
-from fedmq.audit.policy import check_policy, read_policy
-from fedmq.audit.policy_guard import guard_of, kinds_needed
+from fedmq.audit.policy import check_policy, guard_of, kinds_needed, read_policy
+from fedmq.clock import Clock
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.runs.status import SiloPhase, read_status
+from fedmq.storage.logs import Logger
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, Kind, Message
@@ -22,6 +28,16 @@ from tests.own_data_threads import OwnRun
 
 SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "own_sites.yaml"
 NAMES = ("silo-00", "silo-01", "silo-02")
+
+
+@pytest.fixture
+def nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that stops does not wait a minute for processes that have died."""
+
+    def dismissed(peers: Peers, names: Sequence[str], _: float, clock: Clock, log: Logger, *gone: Any) -> None:
+        dismiss_all(peers, names, 0.0, clock, log, *gone)
+
+    monkeypatch.setattr(coordinator.program, "dismiss_all", dismissed)
 
 
 def notes(run: OwnRun) -> list[NoteRecord]:
@@ -74,6 +90,7 @@ def test_a_policy_without_a_kind_that_own_data_need_is_refused_at_the_start(
         ("fields: {data_format: [mean]}", "its policy forbids data_format (fields)"),
     ],
 )
+@pytest.mark.usefixtures("nobody_is_waited_for")
 def test_what_a_policy_withholds_at_the_handshake_is_reported_at_both_ends(tmp_path: Path, rule: str, why: str) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"up: {{{rule}}}\n")
@@ -100,6 +117,7 @@ def test_a_run_of_sites_with_their_own_data_holds_the_shipped_policy(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nobody_is_waited_for")
 def test_a_silo_that_ends_with_an_error_after_it_joined_is_lost_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def failed(error: str, out: Path) -> None:
 
 def words(tiny: Path, folder: Path, *more: str) -> list[str]:
     (folder / "mine.py").write_text(METHOD)
-    settings = (f"protocol={folder}/mine.py", "missing_modality.silos={}", "participation=1.0", *more)
+    settings = (f"protocol={folder}/mine.py", "missing_modality.silos={}", "participation=1.0", "rounds=2", *more)
     return ["scenario", str(tiny), "--out", str(folder / "run"), "--json", *(f"--set={each}" for each in settings)]
 
 

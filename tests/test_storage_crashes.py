@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -17,8 +16,8 @@ import torch
 from coordinator import checkpoints
 from coordinator.checkpoints import Checkpoint
 from coordinator.counters import Counters
-from coordinator.events import RoundsRecord
 from coordinator.faults import FaultInjector
+from coordinator.round_events import RoundsRecord
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.federation.faults import FaultSchedule
@@ -40,8 +39,8 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = RoundsRecord(version=version, gone=[], pending={}, sequences={}, losses={})
-    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_record())
+    rounds = RoundsRecord(version=version, last=False, gone=[], pending={}, sequences={}, losses={})
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).copied())
 
 
 def _log(folder: Path) -> None:
@@ -52,37 +51,23 @@ def _log(folder: Path) -> None:
     "write",
     [
         run_folder.make_folder,
-        lambda folder: run_folder.write_text(folder / "report.html", "x"),
         lambda folder: run_folder.write_json(folder / "summary.json", {}),
         lambda folder: run_folder.append_line(folder / "metrics.jsonl", {}),
         _log,
     ],
-    ids=["folder", "text", "json", "line", "log"],
+    ids=["folder", "json", "line", "log"],
 )
-@pytest.mark.parametrize("kind", ["a file", "below a file", "proc", "read-only"])
+@pytest.mark.parametrize("kind", ["a file", "proc"])
 def test_an_unwritable_path_is_a_one_line_error_that_names_it(
     tmp_path: Path, write: Callable[[Path], object], kind: str
 ) -> None:
     file = tmp_path / "file"
     file.write_text("somebody's own")
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o555)
-    places = {"a file": file, "below a file": file / "run", "proc": Path("/proc/x"), "read-only": closed}
-    folder = places[kind]
-    if kind == "read-only" and os.access(folder, os.W_OK):
-        pytest.skip("nothing is read-only to root")
+    folder = {"a file": file, "proc": Path("/proc/x")}[kind]
     with pytest.raises(InputError, match=f"^{folder}.*allowed: a folder that can be written$") as caught:
         write(folder)
     assert "\n" not in str(caught.value)
     assert file.read_text() == "somebody's own"
-
-
-def test_a_folder_without_write_permission_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(InputError, match="Permission denied"):
-        run_folder.make_folder(tmp_path)
 
 
 def test_a_full_disk_is_not_reported_as_an_input_error(tmp_path: Path) -> None:
@@ -94,7 +79,7 @@ def test_a_full_disk_is_not_reported_as_an_input_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("half", [b'{"fault": "0 sil', b"", b'{"fault": "1 silo-00 2"'])
+@pytest.mark.parametrize("half", [b'{"fault": "0 sil', b""])
 def test_a_line_left_unfinished_by_a_crash_is_removed_before_the_next_is_written(tmp_path: Path, half: bytes) -> None:
     folder = RunFolder(tmp_path)
     folder.faults.write_bytes(b'{"fault": "0 silo-00 1"}\n' + half)
@@ -185,15 +170,6 @@ def test_the_last_two_checkpoints_are_kept_and_older_states_are_linked_without_c
     assert torch.equal(loaded.states[1].theta, torch.ones(3))
 
 
-def test_the_last_two_checkpoints_are_chosen_by_number_with_any_number_of_digits(tmp_path: Path) -> None:
-    for number in range(999_998, 1_000_002):
-        checkpoints.save(tmp_path, made(number))
-    loaded = checkpoints.load(tmp_path)
-    assert loaded is not None
-    assert loaded.rounds.version == 1_000_001
-    assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
-
-
 def test_a_crash_while_writing_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.save(tmp_path, made(1))
 
@@ -230,20 +206,6 @@ def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, c
         checkpoints.load(tmp_path)
 
 
-def test_a_checkpoint_without_one_of_its_counters_or_digests_is_refused(tmp_path: Path) -> None:
-    path = checkpoints.save(tmp_path, made(1)) / "checkpoint.json"
-    whole = json.loads(path.read_text())
-    for name in sorted(Counters().to_record().plain()):
-        counters = {counter: count for counter, count in whole["counters"].items() if counter != name}
-        path.write_text(json.dumps({**whole, "counters": counters}))
-        with pytest.raises(InputError, match=rf"checkpoint\.json: counters\.{name}: found 'nothing'"):
-            checkpoints.load(tmp_path)
-    for names in (("digest",), ("digests",), ("digest", "digests"), ("data",), ("trace",)):
-        path.write_text(json.dumps({name: value for name, value in whole.items() if name not in names}))
-        with pytest.raises(InputError, match=rf"checkpoint\.json: ({'|'.join(names)}): found 'nothing'"):
-            checkpoints.load(tmp_path)
-
-
 def test_a_checkpoint_in_the_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, made(1)).rename(tmp_path / "version-000003")
     with pytest.raises(InputError, match=r"version-000003/checkpoint\.json: found 'version 1'"):
@@ -262,28 +224,19 @@ def test_a_state_whose_recorded_digest_is_lost_is_written_again_and_not_linked(t
     assert loaded.states[1].theta.tolist() == [1.0] * 3
 
 
-def test_a_folder_without_checkpoints_yields_none(tmp_path: Path) -> None:
-    assert checkpoints.load(tmp_path / "nowhere") is None
-
-
 def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     assert store.before(1) == {}
     store.keep(1, {"a": torch.tensor([1.0])}, committed=0)
     store.keep(2, {"a": torch.tensor([2.0])}, committed=1)
+    StateStore(tmp_path / "none").keep(1, {}, committed=0)
+    assert not (tmp_path / "none").exists()
     for again in (store, StateStore(tmp_path)):
         assert again.before(2)["a"].item() == 1.0
         assert again.before(3)["a"].item() == 2.0
-
-
-def test_states_that_no_task_can_start_from_are_deleted(tmp_path: Path) -> None:
-    store = StateStore(tmp_path)
-    for number in range(1, 6):
-        store.keep(number, {"a": torch.tensor([float(number)])}, committed=number - 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "task-000000004.safetensors",
-        "task-000000005.safetensors",
-    ]
+    store.keep(3, {"a": torch.tensor([3.0])}, committed=2)
+    kept = ["task-000000002.safetensors", "task-000000003.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:
@@ -297,31 +250,6 @@ def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(t
         StateStore(tmp_path).before(3)
     newest.unlink()
     assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
-
-
-def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
-    StateStore(tmp_path / "none").keep(1, {}, committed=0)
-    assert not (tmp_path / "none").exists()
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from silos.tasks import Slots
-with Slots(Path(sys.argv[1]), 1).one():
-    print('held', flush=True)
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "r")], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    os.kill(holder.pid, signal.SIGKILL)
-    with Slots(tmp_path / "r", 1).one():
-        holder.wait()
 
 
 @pytest.fixture
@@ -344,16 +272,6 @@ def test_slots_are_in_the_first_writable_directory(places: Path, monkeypatch: py
     assert slots_folder("r") == places / "shared" / own / "r"
 
 
-@pytest.mark.parametrize("before", [None, 0o755])
-def test_a_users_slot_folder_is_private_to_that_user(places: Path, before: int | None) -> None:
-    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
-    if before:
-        own.mkdir()
-        own.chmod(before)
-    Slots(slots_folder("r"), 1).close()
-    assert own.stat().st_mode & 0o777 == 0o700
-
-
 def test_slots_in_another_users_folder_are_refused_in_one_line(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     own.symlink_to(places)
@@ -369,14 +287,11 @@ def test_slots_in_another_users_folder_are_refused_in_one_line(places: Path, mon
     assert (places / "shared" / f"fedmq-slots-{user + 1}").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("blocked", ["own", "run", "slot"])
+@pytest.mark.parametrize("blocked", ["own", "slot"])
 def test_slots_that_cannot_be_created_are_a_one_line_error(places: Path, blocked: str) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     if blocked == "slot":
         (own / "r" / "slot-0").mkdir(parents=True)
-    elif blocked == "run":
-        own.mkdir()
-        (own / "r").write_text("")
     else:
         own.write_text("")
     with pytest.raises(InputError, match=f"^{own}.*allowed: a folder that can be written$"):

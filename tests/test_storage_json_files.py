@@ -90,11 +90,12 @@ def test_the_report_plots_what_the_method_reported_of_its_merges(finished: Path,
     run_report.write(folder, protocols.reported("rcsr"))
     page = (folder.root / "report.html").read_text()
     figures = dict(zip(titles(page), drawn(page), strict=True))
-    assert figures["Loss of the router"].data[0].y == (0.25,) * sum(line["kind"] == "merge" for line in lines)
-    weights = [trace.name.split(" ")[0] for trace in figures["Aggregation weights"].data]
-    assert weights == ["silo-01", "silo-03"], "one figure of all silos"
-    names = {trace.name for trace in figures["Training loss of each silo"].data}
-    assert names == {silo for line in grown for silo in line.get("losses", {})}
+    told_ = {trace.name: trace for trace in figures["Reported by the method"].data}
+    assert told_["Loss of the router"].y == (0.25,) * sum(line["kind"] == "merge" for line in lines)
+    (menu,) = figures["Aggregation weights"].layout.updatemenus
+    assert [button.label for button in menu.buttons] == ["silo-01", "silo-03"], "one figure of all silos"
+    (menu,) = figures["Training loss"].layout.updatemenus
+    assert {button.label for button in menu.buttons} == {silo for line in grown for silo in line.get("losses", {})}
     assert "Now" not in figures, "the clock is not what a method reports"
 
 
@@ -115,8 +116,8 @@ def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize(
     "content",
-    [b'{"a', b"[]\n", b"{}\n", b"5\n", b"null\n", b"\xff\xfe\n", DEEP + b"\n"],
-    ids=["cut", "list", "empty", "number", "null", "bytes", "deep"],
+    [b'{"a', b"{}\n", b"5\n", b"\xff\xfe\n", DEEP + b"\n"],
+    ids=["cut", "empty", "number", "bytes", "deep"],
 )
 def test_a_file_of_the_wrong_format_is_refused_by_name(
     finished: Path, tmp_path: Path, name: str, content: bytes
@@ -212,27 +213,9 @@ def edited(draw: Callable[[Any], Any], lines: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
-@given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_file_with_any_one_value_changed_is_read_or_refused(
-    finished: Path, tmp_path: Path, name: str, data: st.DataObject
-) -> None:
-    lines = sorted(finished.glob(name))[-1].read_text().splitlines()
-    if name.endswith(".jsonl"):
-        content = "\n".join(edited(data.draw, lines)) + "\n"
-    else:
-        content = json.dumps(changed(data.draw, json.loads("\n".join(lines))))
-    try:
-        READERS[name](damaged(finished, tmp_path, name, content.encode()))
-    except InputError as error:
-        assert "\n" not in str(error)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("process", ["coordinator", "silo-01"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_audit_finds_any_one_changed_value_in_a_log(
     finished: Path, tmp_path: Path, process: str, data: st.DataObject
 ) -> None:
@@ -252,8 +235,3 @@ def test_a_line_that_is_not_a_record_is_a_finding(finished: Path, tmp_path: Path
     root = damaged(finished, tmp_path, "messages/silo-01.jsonl", log + line + b"\n")
     assert [finding.what for finding in audit_run(root).findings] == ["no complete record of a message log"]
     logs(root)
-
-
-def test_log_files_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="directory"):
-        list(read_lines(tmp_path, Counted, "a line"))

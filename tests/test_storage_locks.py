@@ -37,11 +37,6 @@ def test_a_locked_file_is_locked_for_other_processes_and_keeps_its_content(tmp_p
     assert path.read_bytes() == b"content"
 
 
-def test_a_missing_file_is_neither_locked_nor_created(tmp_path: Path) -> None:
-    assert not is_locked(tmp_path / "none")
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_lock_of_a_file_in_an_unwritable_folder_can_be_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,14 +48,6 @@ def test_the_lock_of_a_file_in_an_unwritable_folder_can_be_queried(
         assert not is_locked(path)
         assert try_lock(file)
         assert is_locked(path)
-
-
-def test_a_lock_file_is_created_with_its_folder_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "rows.lock"
-    with locked(path):
-        assert is_locked(path)
-    assert not is_locked(path)
-    assert path.is_file()
 
 
 @pytest.mark.slow

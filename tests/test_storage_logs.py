@@ -16,7 +16,6 @@ from fedmq.errors import InputError
 from fedmq.storage.logs import QUIET, LogFormat, LogLevel, LogOptions, open_log
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Kind
 from silos.program import run_silo
 from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run, run_of
@@ -39,14 +38,6 @@ def test_json_lines_have_time_level_process_and_fields(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", first.pop("timestamp"))
     assert first == {"event": "trained", "level": "info", "process": "silo-00", "task": 3, "seconds": 1.5}
     assert (second["event"], second["level"]) == ("no answer", "warning")
-
-
-def test_console_lines_are_written_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    open_log(LogOptions(), "coordinator").info("merged", round=2, loss=0.5)
-    line = capfd.readouterr().err
-    assert re.fullmatch(r"\S+Z \[info\s*\] merged +loss=0.5 process=coordinator round=2\n", line) or (
-        "[info" in line and "process=coordinator" in line and "round=2" in line
-    )
 
 
 @pytest.mark.parametrize("format_", LogFormat)
@@ -84,16 +75,6 @@ def test_records_of_a_message_log_are_logged_with_the_level_of_their_kind(tmp_pa
         ("error", "error_reported", "silo-01"),
         ("warning", "message refused", "unknown"),
     ]
-
-
-def test_the_log_says_that_a_silo_has_joined_only_when_it_has(tmp_path: Path) -> None:
-    """It used to say so after the handshake, when the coordinator may still refuse the silo's data."""
-    path = tmp_path / "log"
-    logger = open_log(LogOptions(LogLevel.INFO, path, LogFormat.JSON, console=False), "coordinator")
-    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock(), logger=logger) as log:
-        log.handshake("received", Kind.READY, "silo-01", 100)
-        log.note(LogEvent.JOINED, peer="silo-01")
-    assert [(line["event"], line["peer"]) for line in lines(path)] == [("connected", "silo-01"), ("joined", "silo-01")]
 
 
 def test_the_most_detailed_log_of_a_silo_has_no_secret(tiny: Path, tmp_path: Path) -> None:

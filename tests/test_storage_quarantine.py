@@ -19,6 +19,8 @@ from fedmq.storage import quarantine
 from tests import quarantined
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def read(function: Callable[..., Any], *arguments: object, **options: Any) -> Any:
     return quarantine.read(function, *arguments, place="the file", allowed="a readable file", **options)
@@ -42,7 +44,7 @@ def test_values_arrays_and_bytes_are_the_same_on_both_sides() -> None:
     [
         (quarantined.fails, "found 'broken', allowed: a readable file"),
         (quarantined.crashes, "died of SIGSEGV"),
-        (quarantined.leaves, "died with code 9"),
+        (quarantined.leaves, "died with code 9: no such table"),
         (quarantined.strings, "found"),
         (quarantined.objects, "an array of object"),
         (lambda: None, "found"),
@@ -106,6 +108,26 @@ def test_calls_share_a_child_and_threads_have_one_each() -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(call, range(3)))) > 1
+
+
+def test_a_child_reads_relative_paths_and_imports_wherever_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quarantine.end_children()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    child = read(quarantined.same)[0]
+    monkeypatch.chdir(tmp_path / "second")
+    (tmp_path / "first").rmdir()
+    path = Path("array.npy")
+    np.save(path, np.arange(3))
+    assert read(quarantined.multiplied, path, libraries=["torch"]) == [
+        0.0,
+        1.0,
+        2.0,
+    ]  # by a library that a removed working folder ends
+    assert read(quarantined.same)[0] == child
 
 
 def _other_process(line: Any) -> None:

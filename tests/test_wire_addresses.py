@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fedmq.errors import InputError
-from fedmq.wire.transports import tcp
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import check_uri, connect, listen
-from tests.waiting import PATIENCE
 
 SOON = 5.0
 #: Examples are not made simpler: each one that fails waits for a message.
@@ -119,80 +113,3 @@ def everywhere() -> Iterator[Listener]:
 def test_one_wildcard_listener_serves_ipv4_and_ipv6_at_once(everywhere: Listener) -> None:
     for host in ("127.0.0.1", "[::1]", "localhost", "127.0.0.2"):
         assert_connected(everywhere, f"tcp://{host}:{port_of(everywhere)}")
-
-
-@given(
-    host=st.one_of(
-        hosts_4,
-        st.integers(0, (1 << 128) - 1).map(ipaddress.IPv6Address).flatmap(spellings).map("[{}]".format),
-        st.from_regex(r"[a-z][a-z0-9-]{0,20}(\.[a-z]{2,5})?", fullmatch=True),
-    ),
-    port=st.integers(0, 70_000),
-)
-@settings(max_examples=80, deadline=None)
-def test_an_address_of_a_host_is_accepted_exactly_with_a_valid_port(host: str, port: int) -> None:
-    for listening, least in ((True, 0), (False, 1)):
-        if least <= port <= 65535:
-            check_uri(f"tcp://{host}:{port}", "uri", listening=listening)
-        else:
-            with pytest.raises(InputError):
-                check_uri(f"tcp://{host}:{port}", "uri", listening=listening)
-
-
-@given(families=st.sets(st.sampled_from([socket.AF_INET, socket.AF_INET6]), min_size=1), name=st.just("silo.example"))
-@settings(max_examples=4, deadline=None)
-def test_ipv6_is_used_for_a_name_exactly_if_it_has_no_ipv4_address(
-    families: set[socket.AddressFamily], name: str
-) -> None:
-    def known(host: str, *_: object, **__: object) -> list[tuple[socket.AddressFamily]]:
-        assert host == name
-        return [(family,) for family in families]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "getaddrinfo", known)
-        assert tcp._needs_ipv6(f"tcp://{name}:5555") == (socket.AF_INET not in families)
-
-
-#: Run where ``dual`` is the name of 127.0.0.1 and ::1: is a listener at one of them reached, also if it starts later?
-DUAL = """
-import sys, time
-from fedmq.wire.transports.registry import connect, listen
-
-host, later = sys.argv[1], sys.argv[2] == "later"
-listener = listen(f"tcp://{host}:*")
-port = listener.uri.rpartition(":")[2]
-if later:
-    listener.close()
-connection = connect(f"tcp://dual:{port}")
-connection.send([b"head", b"x"])
-until, got = time.monotonic() + 100, None
-if later:
-    while connection._attempts < 4:
-        connection.refusal()
-    listener = listen(f"tcp://{host}:{port}")
-while got is None and time.monotonic() < until:
-    assert connection.refusal() is None
-    got = listener.receive(0.01)
-assert got is not None and bytes(got[1][1]) == b"x", host
-assert listener.send(got[0], [b"head", b"answer"])
-assert connection.receive(100.0) is not None
-assert connection.established() == 1 and connection.refusal() is None and not connection._unsent
-assert listener.receive(0.1) is None
-"""
-
-
-@needs_ipv6
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["now", "later"])
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "*"])
-def test_a_name_with_addresses_of_both_families_reaches_a_listener_at_either(
-    host: str, when: str, tmp_path: Path
-) -> None:
-    (tmp_path / "hosts").write_text("127.0.0.1 dual\n::1 dual\n")
-    own_hosts = f'mount --bind "{tmp_path}/hosts" /etc/hosts'
-    if subprocess.run(["unshare", "-m", "sh", "-c", own_hosts], capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount a file of its own over /etc/hosts")
-    program = f'{own_hosts} && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", program, "sh", sys.executable, "-c", DUAL, host, when]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +17,12 @@ from fedmq.clock import WallClock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.wire import key_agreement
+from fedmq.packages import __version__
+from fedmq.storage.logs import LogOptions, open_log
+from fedmq.wire import channel, codec, key_agreement
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import accept_key, init_keys, load_accepted, load_identity
-from fedmq.wire.limits import RateLimit
+from fedmq.wire.limits import BoundedDict, RateLimit
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
     HandshakeRecord,
@@ -66,9 +71,12 @@ def serve_until(listener: Listener, roster: Roster, done: Callable[[], bool]) ->
 
 @contextmanager
 def both_ends(
-    folder: Path, queue: int, own_clock: WallClock | None = None
+    folder: Path, queue: int, own_clock: WallClock | None = None, progress: Callable[[str], None] | None = None
 ) -> Iterator[tuple[Listener, Roster, Channel]]:
-    """A silo's channel with a session, and the coordinator's end; the caller closes the channel."""
+    """A silo's channel with a session, and the coordinator's end; the caller closes the channel.
+
+    With ``progress``, which gets the channel's lines for the terminal, it is enough that there is one.
+    """
     keys, uri = folder / "keys", memory_uri()
     init_keys(keys, (COORDINATOR, SILO))
     clock = WallClock()
@@ -77,11 +85,16 @@ def both_ends(
         identity = load_identity(keys, COORDINATOR)
         roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20)
         own = MessageLog(folder / f"{SILO}.jsonl", SILO, clock)
-        link = Channel(
-            uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0
-        )
+        told = threading.Event()
+
+        def tell(line: str) -> None:
+            (progress or print)(line)
+            told.set()
+
+        silo, accepted = load_identity(keys, SILO), load_accepted(keys)
+        link = Channel(uri, silo, accepted, RUN, own, own_clock or clock, now=lambda: 0.0, progress=tell)
         link.start()
-        serve_until(listener, roster, lambda: roster.online(SILO))
+        serve_until(listener, roster, lambda: roster.online(SILO) or (progress is not None and told.is_set()))
         try:
             yield listener, roster, link
         finally:
@@ -153,6 +166,55 @@ def test_a_silo_that_was_suspended_repeats_the_handshake_immediately(tmp_path: P
         link.close()
 
 
+def test_a_coordinator_that_was_stopped_says_so_at_once(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (listener, roster, link):
+        before = roster._by_name[SILO]
+        roster.pause()
+        wait_for(lambda: LogEvent.COORDINATOR_STOPPED in records(tmp_path, "note"))
+        serve_until(listener, roster, lambda: roster._by_name[SILO] is not before)  # it waits for the next process
+        roster.dismiss([SILO])
+        link.close()
+    assert records(tmp_path, "note") == [LogEvent.COORDINATOR_STOPPED] and records(tmp_path, "refused") == []
+
+
+def test_another_wire_version_reaches_the_terminal_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initiate, terminal = channel.initiate, open_log(LogOptions(), SILO)
+
+    def of_another_version(*arguments: Any, **options: Any) -> Any:
+        frames, initiated = initiate(*arguments, **options)
+        clear = codec.encode_header(replace(codec.decode_header(frames[0]), wire_version=7))
+        return (clear, frames[1]), replace(initiated, hello=(bytes(clear), bytes(frames[1])))
+
+    monkeypatch.setattr(channel, "initiate", of_another_version)
+    with both_ends(tmp_path, queue=64, progress=terminal.warning) as (_, _, link):
+        link.close()
+    here = f"fedmq {__version__} here has wire version 1"
+    said = f"says: wire version 7, supported here: 1; {here}; install the same release at both ends"
+    assert said in capsys.readouterr().err
+
+
+def test_a_hello_that_waited_for_a_new_connection_begins_one_session(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (listener, roster, link):
+        before = roster._by_name[SILO]
+        say_hello, made = link._say_hello, [1]
+
+        def earlier(*arguments: Any, **options: Any) -> None:
+            say_hello(*arguments, **options)
+            made[0] = 2
+
+        link._say_hello = earlier  # type: ignore[method-assign]
+        link._connection.established = lambda: made[0]  # type: ignore[method-assign, union-attr]
+        link._end_session(LogEvent.RECONNECTED)
+        serve_until(listener, roster, lambda: roster._by_name[SILO] is not before)
+        roster.send(SILO, roster.header(SILO, Kind.HEARTBEAT))
+        serve_until(listener, roster, lambda: "heartbeat" in records(tmp_path, "received"))
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
+    assert records(tmp_path, "note") == [LogEvent.RECONNECTED] and records(tmp_path, "refused") == []
+
+
 def test_a_stop_reaches_a_silo_that_is_blocked_sending(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=1) as (listener, roster, link):
         report(link, 200)
@@ -179,6 +241,13 @@ def test_a_session_that_asks_for_new_keys_too_often_is_ended(tmp_path: Path, mon
         link.close()
     assert records(tmp_path, "note") == [LogEvent.RATE_LIMITED]
     assert records(tmp_path, "sent").count("rekey") >= 3
+
+
+def test_the_oldest_entries_of_a_bounded_dict_are_forgotten() -> None:
+    recent = BoundedDict[str, int](2)
+    for number, key in enumerate("abac"):
+        recent[key] = number
+    assert recent == {"b": 1, "c": 3}
 
 
 def test_requests_for_new_keys_are_allowed_again_with_time() -> None:

@@ -135,31 +135,18 @@ def test_the_handwritten_body_of_these_tests_is_valid() -> None:
     assert message.payloads[0].values.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
+def test_a_payload_that_is_no_known_kind_with_its_fields_is_malformed() -> None:
+    for row in (
         ["geometry"],
         ["unknown", {}],
         [["geometry"], {}],
         [None, {"values": ["float32", [4]]}],
         ["geometry", {}],
         ["geometry", {"values": ["float32", [4]], "more": 1}],
-        ["geometry", {"values": ["float64", [2]]}],
-        ["geometry", {"values": ["object", [2]]}],
-        ["geometry", {"values": [["float32"], [4]]}],
-        ["geometry", {"values": ["float32", [2, 2]]}],
-        ["geometry", {"values": ["float32", [3]]}],
-        ["geometry", {"values": ["float32", [True]]}],
-        ["geometry", {"values": ["float32", [4.0]]}],
-        ["geometry", {"values": ["float32", [-4]]}],
-        ["geometry", {"values": ["float32", [2**63]]}],
-        ["geometry", {"values": ["float32", 4]}],
         ["geometry", {"values": bytes(16)}],
         ["error", {"code": "a", "text": "b"}],
-    ],
-)
-def test_a_wrong_claim_about_a_payload_is_malformed(payload: object) -> None:
-    assert refused(with_payload(payload, bytes(16))) == "malformed"
+    ):
+        assert refused(with_payload(row, bytes(16))) == "malformed", row
 
 
 def test_huge_claimed_sizes_do_not_make_the_decoder_allocate() -> None:
@@ -188,7 +175,7 @@ def test_extension_types_are_refused() -> None:
 
 
 def test_values_of_the_wrong_type_are_refused() -> None:
-    for bad in ({"round": 0}, [0, 1, 2, 0.1], {"round": 0, "rounds": 1, "settled": 0, "learning_rate": "1"}):
+    for bad in ({"round": 0}, [0, 1, 2, 0.1], {"round": 0, "rounds": 1, "committed": 0, "learning_rate": "1"}):
         assert refused(body_of({"payloads": [], "task": bad, "layout": None})) == "malformed"
     assert refused(body_of({"payloads": {}, "task": None, "layout": None})) == "malformed"
     assert refused(body_of([])) == "malformed"
@@ -254,29 +241,16 @@ def test_an_unknown_wire_version_is_refused_by_name_even_if_its_header_is_strang
         assert caught.value.reason == "wire_version"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "unknown"},
-        {"kind": 1},
-        {"kind": ["reply"]},
-        {"wire_version": "1"},
-        {"wire_version": True},
-        {"sequence": 1.0},
-        {"sequence": -1},
-        {"sender": "Silo"},
-        {"session": "a" * 16},
-        {"session": b"a"},
-        {"sent_at": "1"},
-        {"reply_to": None},
-        {"more": 1},
-    ],
-)
-def test_an_invalid_header_of_a_peer_is_malformed(changes: dict[str, Any]) -> None:
+def test_an_invalid_header_of_a_peer_is_malformed() -> None:
     plain = msgpack.unpackb(encode_header(header()))
-    with pytest.raises(RemoteWireError) as caught:
-        decode_header(msgpack.packb({**plain, **changes}))
-    assert caught.value.reason == "malformed"
+    for change in (
+        {"kind": "unknown"}, {"kind": 1}, {"kind": ["reply"]}, {"wire_version": "1"}, {"wire_version": True},
+        {"sequence": 1.0}, {"sequence": -1}, {"sender": "Silo"}, {"session": "a" * 16}, {"session": b"a"},
+        {"sent_at": "1"}, {"reply_to": None}, {"more": 1},
+    ):  # fmt: skip
+        with pytest.raises(RemoteWireError) as caught:
+            decode_header(msgpack.packb({**plain, **change}))
+        assert caught.value.reason == "malformed", change
 
 
 def test_metrics_round_trip_as_floats() -> None:

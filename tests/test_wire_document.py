@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import protocols
 from coordinator import run_context
 from fedmq.wire import (
@@ -67,10 +65,10 @@ def describe(spec: Field) -> str:
             empty = ", n from 0" if spec.least == 0 else ""
             return f"{bulk}tensor {' or '.join(spec.dtypes)} ({', '.join(map(str, spec.shape))}){empty}"
         case Whole():
-            return f"integer, {spec.low} to {power(spec.high)}{', or nil' if spec.nullable else ''}"
+            return f"integer, {spec.low} to {power(spec.high)}"
         case Real():
             bounds = "" if spec.high == float("inf") else f" in [{spec.low:g}, {spec.high:g}]"
-            return f"number{bounds}{', or nil' if spec.nullable else ''}"
+            return f"number{bounds}"
         case Word():
             named = {fields.DIGEST: "digest", fields.NAME: "name", payloads.ENCODER: "digest or `none`"}
             return named.get(spec.pattern) or words(spec.pattern)
@@ -98,16 +96,10 @@ def power(high: int) -> str:
 _WITHHELD = "a payload kind above, `reply`, `heartbeat`, `statement` or `silo_result`"
 
 
-@pytest.mark.parametrize("kind", PAYLOADS)
-def test_the_fields_of_a_payload_are_documented_in_order_with_their_types(kind: str) -> None:
-    described = rows(section(kind, 3))
-    declared = PAYLOADS[kind].FIELDS
-    assert list(described) == list(declared)
-    for name, spec in declared.items():
-        if (kind, name) == ("share", "modulus_bits"):
-            assert described[name][0] == "integer, 1 to 32 for uint32, to 64 for uint64"
-        else:
-            assert described[name][0] == describe(spec)
+def test_the_fields_of_payloads_are_documented_in_order_with_their_types() -> None:
+    for kind, payload in PAYLOADS.items():
+        described = {name: cells[0] for name, cells in rows(section(kind, 3)).items()}
+        assert list(described.items()) == [(name, describe(spec)) for name, spec in payload.FIELDS.items()], kind
 
 
 def test_the_payloads_of_each_method_are_documented() -> None:
@@ -211,7 +203,7 @@ def test_name_patterns_and_limits_are_documented() -> None:
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")
     assert f"1 to {layout.MAX_ENTRIES} entries" in section("layout", 3)
-    assert all(f"`{dtype}`" in section("layout", 3) for dtype in layout.DTYPES)
+    assert f"`{layout.DTYPE}`" in section("layout", 3)
     assert f"at most {handshake.MAX_HANDSHAKE_BODY} bytes" in section("welcome", 3)
     assert sessions.MAX_MESSAGES == 1 << 32
     limits = {name: f"2^{limit.bit_length() - 1}" for name, limit in fields.DIMENSIONS.items()}

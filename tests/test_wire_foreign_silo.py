@@ -29,7 +29,6 @@ from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE
 
 SILO = Path(foreign.__file__)
-SMOKE = Path(__file__).parent.parent / "scenarios" / "smoke.yaml"
 
 
 def test_it_uses_neither_fedmq_nor_torch() -> None:
@@ -58,12 +57,13 @@ def test_its_digests_are_those_of_the_logs(payload: Payload) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_it_runs_smoke_as_the_fourth_silo_and_the_audit_is_clean(tmp_path: Path) -> None:
-    scenario = resolved(SMOKE, "wire.padding=true")  # so that the coordinator seals its headers
+def test_it_runs_as_the_fourth_silo_which_has_texts_only_and_the_audit_is_clean(tiny: Path, tmp_path: Path) -> None:
+    # With padding, the coordinator seals its headers.
+    scenario = resolved(tiny, "participation=1.0", "wire.padding=true")
     made, keys, name = run_of(scenario), tmp_path / "keys", scenario.silo_names[-1]
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     population, data = build_population(scenario), tmp_path / "data.npz"
-    items = item_digests(population.prepared, scenario.dealt)
+    items = item_digests(population.prepared, scenario.dataset)
     stated = population.statement(population.facts(name), items, made.id)
     np.savez(data, items=items, counts=stated.counts)
     facts, threads = tmp_path / "run.json", list[threading.Thread]()

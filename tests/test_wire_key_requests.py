@@ -67,28 +67,26 @@ def test_a_rotated_key_replaces_the_accepted_one_only_with_a_signature_by_that_o
         acceptance_of(coordinator, stranger, read_request(stranger))
 
 
-@pytest.mark.parametrize("field", ["name", "key", "replaces", "signature", "replaced_signature"])
-def test_a_changed_request_is_refused(tmp_path: Path, field: str) -> None:
+def test_a_changed_request_is_refused(tmp_path: Path) -> None:
     new_request(tmp_path / "site", "silo-03")
     path, _ = new_request(tmp_path / "site", "silo-03", replace=True)
     other, _ = new_request(tmp_path / "other", "silo-04")
     new_request(tmp_path / "other", "silo-05")
     theirs, _ = new_request(tmp_path / "other", "silo-05", replace=True)
-    changed = json.loads(path.read_text())
-    changed[field] = json.loads((theirs if field.startswith("replace") else other).read_text())[field]
-    path.write_text(json.dumps(changed))
-    with pytest.raises(InputError, match="wrong signature"):
-        read_request(path)
+    made = json.loads(path.read_text())
+    for field in ("name", "key", "replaces", "signature", "replaced_signature"):
+        foreign = json.loads((theirs if field.startswith("replace") else other).read_text())[field]
+        path.write_text(json.dumps(made | {field: foreign}))
+        with pytest.raises(InputError, match="wrong signature"):
+            read_request(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"key_request": 2}', "x" * 5000, '{"key_request": 1, "name": "../a"}']
-)
-def test_a_file_that_is_not_a_request_is_an_input_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_request_is_an_input_error(tmp_path: Path) -> None:
     path = tmp_path / "x.request"
-    path.write_text(text)
-    with pytest.raises(InputError, match=r"fedmq keys new|allowed"):
-        read_request(path)
+    for text in ("", "{", "[]", '{"key_request": 2}', "x" * 5000, '{"key_request": 1, "name": "../a"}'):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"fedmq keys new|allowed"):
+            read_request(path)
     with pytest.raises(InputError, match="no such file"):
         read_request(tmp_path)
     os.mkfifo(tmp_path / "pipe.request")

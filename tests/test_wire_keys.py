@@ -123,10 +123,10 @@ def test_a_revoked_key_is_refused_but_kept_on_record(tmp_path: Path) -> None:
         revoke(tmp_path, "silo-00")
 
 
-@pytest.mark.parametrize("names", [["../evil"], ["Silo"], ["a", "a"], [""]])
-def test_invalid_key_names_are_input_errors(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(InputError):
-        init_keys(tmp_path, names)
+def test_invalid_key_names_are_input_errors(tmp_path: Path) -> None:
+    for names in (["../evil"], ["Silo"], ["a", "a"], [""]):
+        with pytest.raises(InputError):
+            init_keys(tmp_path, names)
     assert not list(tmp_path.rglob("*.key"))
 
 
@@ -186,9 +186,8 @@ def test_a_pipe_in_place_of_a_key_is_refused_and_not_waited_for(target: str, tmp
         _ = load_identity(tmp_path, "silo-00") if path.suffix == ".key" else load_accepted(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
 def test_keys_stay_accepted_while_their_folder_cannot_be_listed(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     init_keys(tmp_path, ["silo-00", "silo-01"])
     accepted = load_accepted(tmp_path)
@@ -196,13 +195,13 @@ def test_keys_stay_accepted_while_their_folder_cannot_be_listed(
     listed = os.scandir
 
     def fail(path: Path) -> None:
-        raise OSError(code, os.strerror(code), str(path))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
 
     (tmp_path / "accepted" / "silo-01.pub").unlink()
     monkeypatch.setattr(os, "scandir", fail)
     for _ in range(2):
         assert accepted.refresh() == []
-        assert set(accepted) == before and os.strerror(code) in accepted.problem
+        assert set(accepted) == before and os.strerror(errno.EMFILE) in accepted.problem
     monkeypatch.setattr(os, "scandir", listed)
     assert accepted.refresh() == ["silo-01"]
     assert set(accepted) == before - {"silo-01"} and not accepted.problem
@@ -217,18 +216,15 @@ _SMALL_ORDER = [y | sign << 255 for y in (1, _P - 1, 0, _Y8, _P - _Y8) for sign 
 _NOT_CANONICAL = [y | sign << 255 for y in range(_P, 2**255) for sign in (0, 1)]
 
 
-@pytest.mark.parametrize("number", [*_SMALL_ORDER, *_NOT_CANONICAL])
-def test_a_key_that_nobody_holds_is_refused_wherever_it_is_read(tmp_path: Path, number: int) -> None:
-    raw = number.to_bytes(32, "little")
-    with pytest.raises(ValueError, match=r"point|canonical"):
-        public_key_of(raw)
+def test_a_key_that_nobody_holds_is_refused_wherever_it_is_read_and_others_are_read(tmp_path: Path) -> None:
     (tmp_path / "accepted").mkdir()
-    (tmp_path / "accepted" / "silo-00.pub").write_bytes(public_pem(Ed25519PublicKey.from_public_bytes(raw)))
-    with pytest.raises(InputError):
-        load_accepted(tmp_path)
-
-
-def test_keys_that_somebody_holds_are_read() -> None:
+    for number in (*_SMALL_ORDER, *_NOT_CANONICAL):
+        raw = number.to_bytes(32, "little")
+        with pytest.raises(ValueError, match=r"point|canonical"):
+            public_key_of(raw)
+        (tmp_path / "accepted" / "silo-00.pub").write_bytes(public_pem(Ed25519PublicKey.from_public_bytes(raw)))
+        with pytest.raises(InputError):
+            load_accepted(tmp_path)
     for _ in range(50):
         raw = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
         assert public_key_of(raw).public_bytes_raw() == raw

@@ -11,7 +11,7 @@ import pytest
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.wire.fields import FieldError, Real, all_finite
 from fedmq.wire.layout import Layout, LayoutEntry, agree, require_layout
-from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
+from fedmq.wire.messages import Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     PAYLOADS,
     ClassPrototypes,
@@ -45,19 +45,6 @@ def floats(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-def test_there_are_exactly_these_payload_kinds() -> None:
-    assert set(PAYLOADS) == {
-        "model", "delta", "partial_delta", "modality_prototypes", "class_prototypes", "memory", "router_statistics",
-        "geometry", "loss", "map", "label_count", "representations", "discriminator_delta", "share", "metrics",
-        "silo_metrics", "data_statement", "data_format", "silo_modalities", "error", "refusal", "run_status",
-    }  # fmt: skip
-
-
-def test_every_payload_declares_exactly_its_fields() -> None:
-    for cls in PAYLOADS.values():
-        assert list(cls.FIELDS) == [field.name for field in dataclasses.fields(cls)]
-
-
 def test_a_payload_is_declared_once_and_describes_each_field() -> None:
     with pytest.raises(TypeError, match=r"Again: the payload loss is already declared by Loss"):
 
@@ -76,40 +63,21 @@ def test_a_payload_is_declared_once_and_describes_each_field() -> None:
     assert "bare" not in PAYLOADS
 
 
-def test_every_message_kind_declares_its_payloads() -> None:
-    assert set(CARRIES) == set(Kind)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"run": ""},
-        {"run": "Run"},
-        {"run": "a" * 65},
-        {"run": "a\n"},
-        {"run": b"run"},
-        {"sender": "../x"},
-        {"receiver": None},
-        {"kind": "heartbeat"},
-        {"sequence": -1},
-        {"sequence": 1 << 64},
-        {"sequence": True},
-        {"sequence": 1.0},
-        {"reply_to": -1},
-        {"base_version": -1},
-        {"sent_at": float("nan")},
-        {"sent_at": -1.0},
-        {"sent_at": "now"},
-        {"sent_at": 10**400},
-        {"session": b"short"},
-        {"counter": 1 << 64},
-        {"wire_version": 0},
+def test_a_header_out_of_bounds_is_refused() -> None:
+    changes: list[dict[str, Any]] = [
+        {"run": ""}, {"run": "Run"}, {"run": "a" * 65}, {"run": "a\n"}, {"run": b"run"}, {"sender": "../x"},
+        {"receiver": None}, {"kind": "heartbeat"}, {"sequence": -1}, {"sequence": 1 << 64}, {"sequence": True},
+        {"sequence": 1.0}, {"reply_to": -1}, {"base_version": -1}, {"sent_at": float("nan")}, {"sent_at": -1.0},
+        {"sent_at": "now"}, {"sent_at": 10**400}, {"session": b"short"}, {"counter": 1 << 64}, {"wire_version": 0},
         {"kind": Kind.REPLY},
-    ],
-)
-def test_a_header_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(LocalWireError):
-        header(**changes)
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(LocalWireError):
+            header(**change)
+            pytest.fail(f"accepted {change}")
+    for wrong in ({"round": -1}, {"rounds": 0}, {"committed": -1}, {"learning_rate": 0.0}):
+        with pytest.raises(FieldError):
+            TaskInfo(**{"round": 0, "rounds": 5, "committed": 0, "learning_rate": 0.1, **wrong})
 
 
 def test_constructing_a_delta_does_not_check_its_values() -> None:
@@ -117,7 +85,7 @@ def test_constructing_a_delta_does_not_check_its_values() -> None:
 
 
 def test_messages_must_have_the_payloads_their_kind_requires() -> None:
-    info = TaskInfo(round=0, rounds=5, settled=0, learning_rate=0.1)
+    info = TaskInfo(round=0, rounds=5, committed=0, learning_rate=0.1)
     model = Model(DIGEST, floats(3))
     assert Message(header(kind=Kind.TASK), (model,), info).task is info
     assert Message(header(kind=Kind.EVALUATE), (model,)).task is None
@@ -139,12 +107,6 @@ def test_messages_must_have_the_payloads_their_kind_requires() -> None:
             make()
 
 
-@pytest.mark.parametrize("changes", [{"round": -1}, {"rounds": 0}, {"settled": -1}, {"learning_rate": 0.0}])
-def test_task_info_is_bounded(changes: dict[str, Any]) -> None:
-    with pytest.raises(FieldError):
-        TaskInfo(**{"round": 0, "rounds": 5, "settled": 0, "learning_rate": 0.1, **changes})
-
-
 def test_tensor_bytes_counts_only_tensors() -> None:
     payload = ClassPrototypes(floats(2, 3), np.ones(2, np.int64), "text")
     assert [array.shape for array in tensors(payload)] == [(2, 3), (2,)]
@@ -153,9 +115,8 @@ def test_tensor_bytes_counts_only_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_non_finite_value_anywhere_is_found(dtype: type, bad: float) -> None:
-    for place in (0, 300_000, 599_999):
+def test_one_non_finite_value_anywhere_is_found(dtype: type) -> None:
+    for place, bad in ((0, np.nan), (300_000, np.inf), (599_999, -np.inf)):
         array = np.zeros(600_000, dtype)
         assert all_finite(array)
         array[place] = bad
@@ -189,15 +150,6 @@ def test_views_share_memory_with_the_buffer() -> None:
         LAYOUT.views(buffer[:8])
 
 
-def test_views_support_mixed_dtypes() -> None:
-    layout = Layout.of([("flag", (3,), "bool"), ("w", (2,), "float32"), ("n", (), "int64")])
-    buffer = np.zeros(layout.nbytes, np.uint8)
-    layout.views(buffer)["w"][:] = 2.5
-    layout.views(buffer)["n"][...] = 7
-    assert layout.views(buffer)["w"].tolist() == [2.5, 2.5]
-    assert int(layout.views(buffer)["n"]) == 7
-
-
 @pytest.mark.parametrize(
     "plain",
     [
@@ -211,6 +163,7 @@ def test_views_support_mixed_dtypes() -> None:
         [["a", "float32", [1], 0], ["b", "float32", [1], 8]],
         [["a", "float32", [1], 0], ["a", "float32", [1], 4]],
         [["a", "object", [1], 0]],
+        [["a", "float64", [1], 0]],
         [["a", ["float32"], [1], 0]],
         [["a b", "float32", [1], 0]],
         [["a", "float32", [-1], 0]],

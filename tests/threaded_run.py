@@ -95,7 +95,7 @@ def state_data(connection: Connection, session: Session, scenario: Scenario, nam
     """Send a manual silo's statement about its data, after which the coordinator lets it join."""
     run = run_name(scenario)
     population = build_population(scenario)
-    items = item_digests(population.prepared, scenario.dealt)
+    items = item_digests(population.prepared, scenario.dataset)
     stated = population.statement(population.facts(name), items, run)
     header = Header(run=run, kind=Kind.STATEMENT, sender=name, receiver="coordinator", sequence=0, sent_at=0.0)
     connection.send(seal_message(session, Message(header, (stated,))).frames)

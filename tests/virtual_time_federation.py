@@ -6,8 +6,9 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
-from coordinator.rounds import Rounds, RoundsPlan
+from coordinator.participation import RoundsPlan
+from coordinator.round_events import Action, Arrived, Joined, Merge, Merged, Send
+from coordinator.rounds import Rounds
 from fedmq.config.sections import Staleness
 from fedmq.federation.protocol import Local, SiloFacts, State, Task, Update
 from fedmq.federation.updates import damping, mixed

@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 from fedmq.wire.codec import encode_body, encode_header
 from fedmq.wire.fields import LAYER, NAME, Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
-from fedmq.wire.layout import DTYPES, Layout
+from fedmq.wire.layout import DTYPE, Layout
 from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
-from fedmq.wire.payloads import PAYLOADS, Payload, SecretShare, SiloModalities
+from fedmq.wire.payloads import PAYLOADS, Payload, SiloModalities
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -53,10 +53,10 @@ def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in spec.shape)
             return st.sampled_from(spec.dtypes).flatmap(lambda dtype: array_values(dtype, shape, spec.low or 0))
         case Whole():
-            return optional(spec, st.integers(spec.low, spec.high))
+            return st.integers(spec.low, spec.high)
         case Real():
             bounds = {"min_value": max(spec.low, -1e300), "max_value": min(spec.high, 1e300)}
-            return optional(spec, st.floats(**bounds, allow_nan=False))
+            return st.floats(**bounds, allow_nan=False)
         case Word():
             return words(spec.pattern)
         case Text():
@@ -67,10 +67,6 @@ def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
             return st.dictionaries(words(spec.pattern), st.floats(allow_nan=False, allow_infinity=False), max_size=4)
         case NestedFloatMap():
             return st.dictionaries(words(spec.pattern), field_values(spec.inner, sizes), max_size=3)
-
-
-def optional(spec: Whole | Real, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.none() | values if spec.nullable else values
 
 
 def array_values(dtype: str, shape: tuple[int, ...], low: int) -> st.SearchStrategy[Any]:
@@ -85,8 +81,6 @@ def payloads(draw: st.DrawFn, kind: str) -> Payload:
     cls = PAYLOADS[kind]
     sizes = {name: draw(st.integers(1, 5)) for name in "nNCdr"}
     values = {name: draw(field_values(spec, sizes)) for name, spec in cls.FIELDS.items()}
-    if cls is SecretShare:
-        values["modulus_bits"] = values["values"].dtype.itemsize * 8
     if cls is SiloModalities:
         values["masks"] = np.full(len(values["silos"]), draw(st.integers(1, 3)), np.int64)
     return cls(**values)
@@ -124,12 +118,12 @@ def messages(draw: st.DrawFn, kind: str | None = None) -> Message:
     if message_kind in (Kind.TASK, Kind.EVALUATE):
         whole = st.integers(1, 2**40)
         task = TaskInfo(
-            round=draw(whole), rounds=draw(whole), settled=draw(whole), learning_rate=draw(st.floats(1e-9, 10))
+            round=draw(whole), rounds=draw(whole), committed=draw(whole), learning_rate=draw(st.floats(1e-9, 10))
         )
     if message_kind is Kind.LAYOUT:
         names = draw(st.lists(words(LAYER), min_size=1, max_size=5, unique=True))
         shapes = st.lists(st.integers(0, 9), max_size=3)
-        layout = Layout.of((name, draw(shapes), draw(st.sampled_from(DTYPES))) for name in names)
+        layout = Layout.of((name, draw(shapes), DTYPE) for name in names)
     return Message(draw(headers(message_kind)), tuple(draw(payloads(each)) for each in kinds), task, layout)
 
 

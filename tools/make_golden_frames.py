@@ -46,7 +46,6 @@ from fedmq.wire.payloads import (
     Representations,
     RouterStatistics,
     RunStatus,
-    SecretShare,
     SiloMetrics,
     SiloModalities,
 )
@@ -93,14 +92,12 @@ def _messages() -> dict[str, Message]:
     rows = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
     payloads: dict[str, Payload] = {
         "model": Model(LAYOUT.digest, floats),
-        "model_bytes": Model(LAYOUT.digest, np.arange(36, dtype=np.uint8)),
         "delta": Delta(LAYOUT.digest, floats, 300),
         "partial_delta": PartialDelta(LAYOUT.digest, ("logit_scale", "text.bias"), floats[:3].copy(), 70_000),
         "modality_prototypes": ModalityPrototypes(floats[:5].copy(), -floats[:5], 1),
         "class_prototypes": ClassPrototypes(rows, counts, "image"),
         "memory": Memory(rows, counts),
-        "router_statistics": RouterStatistics(mask=3, n_samples=128),
-        "router_weight": RouterStatistics(weight=0.25),
+        "router_statistics": RouterStatistics(0.25),
         "geometry": Geometry(floats[:4].copy()),
         "loss": Loss(0.6931),
         "map": MeanAveragePrecision(0.75),
@@ -108,11 +105,9 @@ def _messages() -> dict[str, Message]:
         "representations": Representations(rows.astype(np.float16), "text"),
         "representations_float32": Representations(rows, "both"),
         "discriminator_delta": DiscriminatorDelta(LAYOUT.digest, -floats, 1),
-        "share": SecretShare(np.array([0, 1, 2**24 - 1], np.uint32), 7, 24),
-        "share_uint64": SecretShare(np.array([2**64 - 1], np.uint64), 7, 64),
         "metrics": Metrics({"mean_r1": 0.5, "i2t_r1": 0.25}, {"silo-00": {"mean_r1": 0.125}, "silo-01": {}}),
     }
-    info = TaskInfo(round=2, rounds=200, settled=1, learning_rate=0.001)
+    info = TaskInfo(round=2, rounds=200, committed=1, learning_rate=0.001)
     everything = tuple(payloads.values())
     messages = {f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in payloads.items()}
     return {

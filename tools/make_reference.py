@@ -19,7 +19,7 @@ import typer
 import protocols
 from fedmq.cli import key_reference
 from fedmq.cli import main as cli
-from fedmq.experiments.spec_file import FileKind, schema_of
+from fedmq.experiments.files import FileKind, schema_of
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"

@@ -1,4 +1,4 @@
-"""Run scenarios from Python: ``fedmq scenario`` in a separate process, watched through the run folder.
+"""Run and compare scenarios from Python: ``fedmq scenario`` and ``fedmq compare`` in separate processes.
 
 A separate process works in scripts without ``if __name__ == "__main__"``, in notebooks and in programs with threads,
 and leaves the caller's signal handlers and torch settings alone.
@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -39,6 +39,10 @@ from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, Me
 from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import print_line
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 OnMerge = Callable[[MergeLine], None]
 OnEvaluation = Callable[[EvaluationLine], None]
@@ -92,14 +96,14 @@ def run(
         _check_keys(keys)
         settings = settings_of(keys)
         try:
-            found = resolve(read(file, settings), protocols).scenario
+            resolved = resolve(read(file, settings), protocols).scenario
         except UserFileError:
             raise  # the place is the user's file
         except InputError as error:  # here the user has given keywords, no option --set
             raise InputError(error.place.replace(": --set ", ": "), error.found, error.allowed) from None
-        folder = _new_folder(found, out)
+        folder = _new_folder(resolved, out)
         command = ["scenario", str(file), "--out", str(folder), *_set(settings)]
-        _watch(command, folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
+        _watch(command, folder, resolved, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
     return Run(folder)
 
 
@@ -119,9 +123,9 @@ def resume(
     if stopped.finished and not lacks_evaluation(RunFolder(stopped.folder)):
         raise InputError(str(stopped.folder), "a finished run", "a run that was stopped, or not evaluated at its end")
     file = stopped.folder / "scenario.yaml"
-    found = resolve(read(file), protocols, adopt=False).scenario
+    resolved = resolve(read(file), protocols, adopt=False).scenario
     command = ["scenario", str(file), "--resume", str(stopped.folder)]
-    _watch(command, stopped.folder, found, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
+    _watch(command, stopped.folder, resolved, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
     return Run(folder)
 
 
@@ -167,9 +171,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value.item() if hasattr(value, "item") else value
 
 
@@ -303,7 +307,7 @@ def _bar(scenario: Scenario, *, shown: bool) -> Iterator[Callable[[MetricsLine],
         yield lambda _: None
         return
     if in_notebook():
-        yield notebook_bar(scenario.name, scenario.rounds, brief)
+        yield notebook_bar(scenario.name, scenario.rounds)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -335,8 +339,7 @@ def _shown(line: MetricsLine, folder: Path) -> MetricsLine:
 
 def brief(line: EvaluationLine) -> str:
     """The most important metrics of an evaluation, and its round."""
-    found = [name for name in BRIEF if name in line.metrics]
-    text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in found)
+    text = ", ".join(f"{metric_of(name).heading} {line.metrics[name]:.3f}" for name in BRIEF if name in line.metrics)
     return f"{text} (of round {line.version})"
 
 
@@ -347,13 +350,12 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def notebook_bar(name: str, rounds: int, brief: Callable[[EvaluationLine], str]) -> Callable[[MetricsLine], None]:
+def notebook_bar(name: str, rounds: int) -> Callable[[MetricsLine], None]:
     """Show a progress bar below the cell.
 
     Args:
         name: name of the scenario.
         rounds: number of rounds.
-        brief: text of an evaluation.
 
     Returns:
         A function that updates the bar with a line of ``metrics.jsonl``.
@@ -378,3 +380,121 @@ def notebook_bar(name: str, rounds: int, brief: Callable[[EvaluationLine], str])
         handle.update(shown())
 
     return show
+
+
+#: Lines of a comparison that an error repeats if none names a reason.
+_LAST_LINES = 20
+
+
+class Comparison:
+    """The folder of a comparison.
+
+    Args:
+        folder: with ``table.csv``, ``runs.csv`` and ``plots.html``.
+
+    Raises:
+        InputError: it holds no comparison.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "table.csv").is_file():
+            raise InputError(str(folder), "no table.csv in it", "the folder of a finished comparison")
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each scenario or method: mean, spread, and paired difference to the baseline."""
+        import pandas as pd  # noqa: PLC0415 - only data frames need it
+
+        return pd.read_csv(self.folder / "table.csv")
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """A row for each run."""
+        import pandas as pd  # noqa: PLC0415
+
+        return pd.read_csv(self.folder / "runs.csv")
+
+    @property
+    def plots(self) -> Path:
+        """``plots.html``."""
+        return self.folder / "plots.html"
+
+    def __repr__(self) -> str:
+        return f"<fedmq comparison {self.folder}: {len(self.table)} rows>"
+
+    def _repr_html_(self) -> str:
+        table = self.table
+        shown = {"name": table["name"].tolist()}
+        for metric in [str(name).removesuffix(".mean") for name in table if str(name).endswith(".mean")]:
+            parts = table.reindex(columns=[f"{metric}.{part}" for part in ("mean", "std", "difference", "low", "high")])
+            cells = [[*map(_figure, row)] for row in parts.to_numpy(float)]
+            shown[metric] = [f"{mean} ± {std}" if std else mean for mean, std, *_ in cells]
+            shown[f"{metric}: difference"] = [f"{at} [{low}, {high}]" if low else at for _, _, at, low, high in cells]
+        return str(type(table)(shown).to_html(index=False))
+
+
+def _figure(value: float) -> str:
+    return "" if value != value else f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"  # noqa: PLR0124 - NaN
+
+
+def compare(
+    scenarios: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    metrics: Sequence[str] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    **keys: Any,
+) -> Comparison:
+    """Compare scenarios or methods on equal terms, over the same seeds.
+
+    Finished runs are kept in the folder: the same call continues a comparison that was interrupted.
+
+    >>> compare("scenarios/smoke.yaml", vary={"protocol": ["fedavg", "rcsr"]}, seeds=[0, 1])  # doctest: +SKIP
+
+    Args:
+        scenarios: scenario files, or one comparison file.
+        seeds: seeds of the runs; each row runs with all of them.
+        vary: values by scenario key; all combinations become rows.
+        metrics: columns of the table, e.g. ``["mean_r1", "bytes.up"]``.
+        out: folder of the results; ``runs/compare-<time>`` by default.
+        progress: show the program's progress on standard error.
+        **keys: scenario keys that override those of all files, as in :func:`fedmq.run`.
+
+    Raises:
+        RunError: an input was refused, or a run failed; the message holds what the program reported.
+        KeyboardInterrupt: it was interrupted, after the processes have stopped.
+    """
+    files = [scenarios] if isinstance(scenarios, str | os.PathLike) else list(scenarios)
+    folder = Path(out) if out is not None else Path("runs") / f"compare-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    command = [sys.executable, "-m", "fedmq", "compare", *map(str, files), "--out", str(folder)]
+    command += ["--seeds", ",".join(map(str, seeds))]
+    for key, values in (vary or {}).items():
+        plain = [setting.partition("=")[2] for value in values for setting in settings_of({f".{key}": value})]
+        command += ["--vary", f"{key}={','.join(plain)}"]
+    if metrics is not None:
+        command += ["--metric", ",".join(metrics)]
+    command += [part for setting in settings_of(keys) for part in ("--set", setting)]
+    # On a terminal the program itself draws its progress line there; elsewhere its lines are passed on and kept.
+    errors = None if progress and sys.stderr.isatty() else subprocess.PIPE
+    process = subprocess.Popen(  # noqa: S603 - the program is this package
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, text=True, start_new_session=True
+    )
+    said: list[str] = []
+    try:
+        for line in process.stderr or ():
+            said.append(line.rstrip())
+            if progress:
+                print_line(said[-1], error=True)
+        process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    if process.returncode != 0:
+        reasons = [line for line in said if line.startswith(("fedmq: ", "failed "))]
+        text = "\n".join(reasons or said[-_LAST_LINES:]).strip()
+        raise RunError(text or f"fedmq compare ended with exit code {process.returncode}, see above")
+    return Comparison(folder)

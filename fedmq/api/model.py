@@ -132,8 +132,8 @@ class Model:
         def rows() -> Iterator[npt.NDArray[Any]]:
             for number, batch in enumerate(_batches(_sequence(images, "images"), batch_size)):
                 first = number * batch_size
-                pixels = [as_pixels(each, f"images[{first + index}]") for index, each in enumerate(batch)]
-                yield encoder.encode([encoder.fit(each) for each in pixels])
+                pixels = [as_pixels(image, f"images[{first + index}]") for index, image in enumerate(batch)]
+                yield encoder.encode([encoder.fit(image) for image in pixels])
 
         return self._embedded("image", rows(), progress)
 
@@ -193,7 +193,7 @@ class Model:
                 raise InputError("gallery", str(folder), "a folder of images, or a list of images")
             images = images_below(folder, "gallery")
         given = _sequence(images, "gallery")
-        named = [each if isinstance(each, str | os.PathLike) else number for number, each in enumerate(given)]
+        named = [image if isinstance(image, str | os.PathLike) else number for number, image in enumerate(given)]
         return Embeddings(tuple(named), self._ranked(self.embed_images(given)))
 
     def search(
@@ -218,10 +218,10 @@ class Model:
         """
         if top < 1:
             raise InputError("top", top, "1 or more")
-        found = gallery if isinstance(gallery, Embeddings) else self.gallery(gallery)
+        searched = gallery if isinstance(gallery, Embeddings) else self.gallery(gallery)
         outputs = self.embed_texts([query]) if isinstance(query, str) else self.embed_images([query])
-        ranked = nearest(found.vectors, self._ranked(outputs), top)
-        return [Found(rank, score, found.items[row]) for rank, (score, row) in enumerate(ranked, 1)]
+        ranked = nearest(searched.vectors, self._ranked(outputs), top)
+        return [Found(rank, score, searched.items[row]) for rank, (score, row) in enumerate(ranked, 1)]
 
     def __repr__(self) -> str:
         what = f"{self.dim}-bit codes" if self.config.objective.get("bits") else f"{self.dim}-dimensional embeddings"

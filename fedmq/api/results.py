@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from fedmq.api.model import Model
+    from fedmq.text import Progress
 
 
 class Run:
@@ -140,10 +141,7 @@ class Run:
         Raises:
             InputError: the run is not finished, or a log is damaged.
         """
-        import protocols  # noqa: PLC0415 - imports torch
-
-        captions = protocols.reported(read_scenario(self._files.scenario).protocol.name)
-        run_report.write(self._files, captions, read_logs(self._files, damaged=False))
+        write_report(self._files, damaged=False)
         return self._files.report
 
     def model(
@@ -209,6 +207,38 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _peer(record: MessageRecord) -> str:
     return record.header.receiver if record.action == "sent" else record.header.sender
+
+
+def write_report(folder: RunFolder, progress: Progress | None = None, *, damaged: bool = True) -> str | None:
+    """Write a run's report with examples, the shared space and the silos' holdings if the data are available.
+
+    Args:
+        folder: folder of a finished run.
+        progress: called during long steps; None shows nothing.
+        damaged: leave out lines of message logs that are not records; otherwise refuse them.
+
+    Returns:
+        Why they are missing from the report; None if it has them.
+
+    Raises:
+        InputError: the run is not finished, its files are invalid, or a log is damaged where that is refused.
+    """
+    import protocols  # noqa: PLC0415 - registers the objectives
+    from fedmq.retrieval import report_data  # noqa: PLC0415 - imports torch
+    from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
+
+    read_summary(folder)  # before the logs, which may be long
+    logged, reason = read_logs(folder, progress, damaged=damaged), None
+    try:
+        release = open_release(folder.root, "auto")
+        if release.scenario.data is None:
+            reason = "only the sites have data; fedmq search RUN --gallery shows what the model finds"
+        else:
+            report_data.write(release, progress)
+    except InputError as error:
+        reason = str(error)
+    run_report.write(folder, protocols.reported(read_scenario(folder.scenario).protocol.name), logged)
+    return reason
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:

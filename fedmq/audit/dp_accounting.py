@@ -26,7 +26,7 @@ class Spent:
     """The privacy guarantee of one silo.
 
     Args:
-        updates: number of distinct updates that the silo sent; resending one reveals nothing new.
+        updates: number of updates that the silo sent; resending one for the same task reveals nothing new.
         epsilon: epsilon of all these updates together.
         beside: kinds of the payloads that the silo sent without noise; epsilon does not cover them.
     """
@@ -66,8 +66,8 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     One update is a Gaussian mechanism (Balle and Wang 2018, Theorem 8). The adaptive composition of n of them is one
     Gaussian mechanism with noise multiplier z / sqrt(n) (Dong et al. 2022, Corollary 3.3). Two runs are neighbours if
     they differ in one silo's updates, which are either its real ones or zeros before the noise: after clipping, they
-    differ by at most clip_norm. Epsilon does not cover whether a silo trained at all (an idle silo sends zeros without
-    noise), whether it was selected in a round (the coordinator knows), or the number of samples in an update.
+    differ by at most clip_norm. Epsilon does not cover whether a silo was selected in a round, which the coordinator
+    knows, or the number of samples in an update.
 
     Args:
         run: the run folder; it must contain the scenario.
@@ -86,12 +86,15 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     if privacy.noise_multiplier == 0:
         raise InputError(f"{path}: privacy.noise_multiplier", 0, "above 0: without noise there is no epsilon")
     noised = {payload.KIND for payload in TRANSFORMED}
-    sent, unnoised = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    sent, unnoised = defaultdict[str, set[tuple[int, int, str]]](set), defaultdict[str, set[str]](set)
     for _, record in audit.messages:
         if (silo := record.header.sender) in (COORDINATOR, EVALUATOR):
             continue
         for (kind, _size), content in zip(record.payloads, record.digests, strict=False):
-            (sent if kind in noised else unnoised)[silo].add(content if kind in noised else kind)
+            if kind in noised:
+                sent[silo].add((record.header.sequence, record.header.base_version, content))
+            else:
+                unnoised[silo].add(kind)
     multiplier = privacy.noise_multiplier
     silos = {
         name: Spent(

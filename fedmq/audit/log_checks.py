@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
+from fedmq.audit.events import SiteEvent, SiteEvents, Start, clock_differences, refused_starts
+from fedmq.audit.findings import Cause, Finding
 from fedmq.audit.result_checks import ResultChecks
 from fedmq.audit.run_checks import LoggedRun, RunFiles, check_run_folder, read_run_files
 from fedmq.audit.signatures import SignatureChecks, SignedLog, ends_to_change
-from fedmq.audit.starts import refused_starts
+from fedmq.config.run_id import folder_of, name_of
+from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.regular_files import check_run_files
-from fedmq.storage.run_folder import RunFolder
+from fedmq.storage.run_folder import RunFolder, require_folder
+from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import (
     GENESIS,
@@ -38,33 +43,11 @@ from fedmq.wire.log_records import (
     read_log,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
-from fedmq.wire.refusals import UNKNOWN
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
 
 
 # ------------------------------------------------------------------------------------------------------ the audit
-@dataclass(frozen=True)
-class Finding:
-    """One discrepancy that the audit found.
-
-    Args:
-        place: file and line.
-        what: the discrepancy, in one line.
-        lost: the process whose log lacks a message that another one has; empty for other discrepancies.
-        absent: the process whose log is not in the folder; empty for other discrepancies.
-    """
-
-    place: str
-    what: str
-    lost: str = ""
-    absent: str = ""
-
-    def to_plain(self) -> dict[str, str]:
-        """As JSON-serialisable data."""
-        return {"place": self.place, "what": self.what}
-
-
 @dataclass
 class Audit:
     """The result of auditing a run's logs.
@@ -87,6 +70,8 @@ class Audit:
         refused_starts: a sentence for each process that was refused before it joined; no difference.
         compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
         ends: number of last records of each log that could be changed without the keys of all processes.
+        events: what happened to each process: joins, refusals, expulsions, data, versions.
+        clocks: a sentence for each process whose clock differs from the coordinator's.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -104,21 +89,23 @@ class Audit:
     refused_starts: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
     ends: Mapping[str, int] = field(default_factory=dict)
+    events: tuple[SiteEvent, ...] = ()
+    clocks: tuple[str, ...] = ()
 
     @property
     def absent(self) -> list[str]:
         """The processes that took part and whose logs are not in the folder."""
-        return sorted({finding.absent for finding in self.findings if finding.absent})
+        return sorted({finding.process for finding in self.findings if finding.cause is Cause.NO_LOG})
 
     @property
     def incomplete(self) -> bool:
         """Whether logs are missing and nothing else was found: nothing contradicts, but not all could be checked."""
-        return bool(self.findings) and all(finding.absent for finding in self.findings)
+        return bool(self.findings) and all(finding.cause is Cause.NO_LOG for finding in self.findings)
 
     @property
     def remarks(self) -> Iterator[str]:
         """What may explain findings."""
-        for process in sorted({finding.lost for finding in self.findings if finding.lost}):
+        for process in sorted({finding.process for finding in self.findings if finding.cause is Cause.NOT_SENT}):
             yield (
                 f"{process}.jsonl lacks what others received from {process}: the file is incomplete, or another log of "
                 f"{process} lies elsewhere, as after a start with another --out"
@@ -151,6 +138,8 @@ class Audit:
             "frames": dict(sorted(self.frames.items())),
             "refused": {name: dict(sorted(reasons.items())) for name, reasons in sorted(self.refused.items())},
             "undelivered": self.undelivered,
+            "events": [vars(event) for event in self.events],
+            "clocks": list(self.clocks),
         }
 
 
@@ -174,6 +163,7 @@ class _Logs:
         course: facts to compare with the rest of the run folder.
         signed: signatures, and what processes declared at their starts.
         results: digests of the files of a finished run.
+        events: what happened to each process.
     """
 
     sent: _Frames = field(default_factory=dict)
@@ -185,9 +175,43 @@ class _Logs:
     course: LoggedRun = field(default_factory=LoggedRun)
     signed: SignatureChecks = field(default_factory=SignatureChecks)
     results: ResultChecks = field(default_factory=ResultChecks)
+    events: SiteEvents = field(default_factory=SiteEvents)
 
 
-def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> Audit:
+def log_files(folder: Path, elsewhere: Sequence[Path] = ()) -> list[Path]:
+    """The logs of a run in its folder, and those of the same run that its sites keep elsewhere.
+
+    Args:
+        folder: the run folder.
+        elsewhere: the folder ``out`` of a site, one of its run, or one above them.
+
+    Raises:
+        InputError: there are none, or two logs of a process.
+    """
+    found = {path.stem: path for path in sorted((folder / "messages").glob("*.jsonl"))}
+    scenario = RunFolder(folder).scenario
+    run = name_of(read_yaml(scenario)) if elsewhere and scenario.is_file() else "*"
+    names = [run]
+    if elsewhere and COORDINATOR in found:  # a standing silo has a folder for each coordinator's log
+        names += [folder_of(run, record.hash) for _, record in islice(read_log(found[COORDINATOR]), 1) if record]
+    for place in elsewhere:
+        inside = (f"{above}{name}/messages/*.jsonl" for above in ("", "*/", "*/*/") for name in names)
+        more = sorted({path for pattern in ("messages/*.jsonl", *inside) for path in place.glob(pattern)})
+        if not more:
+            allowed = "a folder that a site file names as out, or one above it, of a site that took part"
+            raise InputError(f"--logs {place}", f"no log of {run}", allowed)
+        for path in more:
+            if found.setdefault(path.stem, path).resolve() != path.resolve():
+                raise InputError(
+                    f"--logs {place}", f"{path}, but {found[path.stem]} is a log of {path.stem}", "one each"
+                )
+    if not found:
+        wanted = "a run folder that fedmq scenario or fedmq coordinator wrote"
+        raise InputError(str(folder), "no messages/*.jsonl", wanted)
+    return sorted(found.values(), key=lambda path: path.stem)
+
+
+def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, elsewhere: Sequence[Path] = ()) -> Audit:
     """Check every message log of a run folder: its hash chain, sent against received messages, and both against the
     other files of the folder.
 
@@ -195,91 +219,123 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None) -> A
         folder: the run folder.
         accepted: the processes' public keys (hex) by name, if the auditor has them; otherwise signatures are checked
             with the keys that the logs declare.
+        elsewhere: folders with the logs of sites, as for :func:`log_files`.
 
     Raises:
         InputError: the folder holds no message logs, or a file in it is not a regular file.
     """
-    if not folder.exists():
-        raise InputError(str(folder), "no such folder", "a run folder")
+    require_folder(folder)
     check_run_files(folder)
-    logs = sorted((folder / "messages").glob("*.jsonl"))
-    if not logs:
-        raise InputError(
-            str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
-        )
+    logs = log_files(folder, elsewhere)
     files = read_run_files(RunFolder(folder))
     result = Audit(finished=files.finished, written=tuple(path.stem for path in logs if is_locked(path)))
-    facts = _Logs()
-    for path in logs:
-        for place, record in _checked_records(path, result):
-            _collect(path.stem, place, record, result, facts)
+    facts, records = _Logs(), _all_records(logs, result)
+    for process, content in records.items():
+        for place, record in content:
+            facts.course.starts.take(process, place, record)
+            facts.signed.take(process, place, record)
+    result.signatures = facts.signed.logs
+    intact = {process for process, log in result.signatures.items() if log.broken is None and not log.invalid}
+    aside = facts.course.starts.set_aside(intact)
+    facts.signed.settle(aside)
+    for process, content in records.items():
+        # What follows the signed end of a log was added by someone without the key.
+        for place, record in content[: result.signatures[process].counted if content else 0]:
+            _collect(process, place, record, result, facts)
     # Any process could write that note to hide its messages, so only the coordinator's counts, and only if no log
     # has a message or a handshake.
     result.inline = not facts.exchanged and any(process == COORDINATOR for process, _ in facts.inline)
     if not result.inline:
-        result.findings += [Finding(place, _NOT_INLINE) for _, place in facts.inline]
-        _compare_ends(facts, {path.stem for path in logs}, result)
-    _compare_with_folder(folder, files, facts, accepted, result)
+        result.findings += [Finding(Cause.SENDER, place, _NOT_INLINE) for _, place in facts.inline]
+        _compare_ends(facts, records.keys(), result)
+    _compare_with_folder(folder, files, facts, accepted, aside, result)
     result.ends = ends_to_change(result.signatures, (record for _, record in facts.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
+    result.events, result.clocks = facts.events.all, tuple(clock_differences(each for _, each in result.messages))
     result.compared = facts.results.compared(RunFolder(folder))
     known = {finding.place for finding in result.findings}
-    result.findings += [Finding(*difference) for difference in facts.results.differences(RunFolder(folder), known)]
+    result.findings += facts.results.differences(RunFolder(folder), known)
     if not result.inline:
-        result.findings += _missing(facts, {path.stem for path in logs})
+        result.findings += _missing(facts, records.keys())
     return result
 
 
+def _all_records(logs: Sequence[Path], result: Audit) -> dict[str, list[tuple[str, LogRecord]]]:
+    """The records of all logs with their places, by the process that wrote them.
+
+    A file of which every record is of one other process was renamed: that is the finding, and it is read as the log of
+    that process.
+    """
+    records: dict[str, list[tuple[str, LogRecord]]] = {}
+    for path in logs:
+        content = list(_checked_chain(path, result))
+        writers = {record.process for _, record in content}
+        owner = writers.pop() if len(writers) == 1 else path.stem
+        if owner != path.stem:
+            what = f"is the log of {owner}: the file was renamed, or copied over that of {path.stem}"
+            result.findings.append(Finding(Cause.SENDER, content[0][0], what))
+        if owner in records:
+            what = f"a second log of {owner}, of which only the other file is read"
+            result.findings.append(Finding(Cause.SENDER, path.name, what))
+            continue
+        records[owner] = content
+        result.records[owner] += len(content)
+        _check_records(owner, content, result)
+    return records
+
+
 def _compare_with_folder(
-    folder: Path, files: RunFiles, facts: _Logs, accepted: Mapping[str, Set[str]] | None, result: Audit
+    folder: Path,
+    files: RunFiles,
+    facts: _Logs,
+    accepted: Mapping[str, Set[str]] | None,
+    aside: Sequence[tuple[str, Start]],
+    result: Audit,
 ) -> None:
     """Compare the logs with the run folder, and what processes declared with each other.
 
     Differences at a start that was refused before the process joined are reported as a note, not as a finding.
     """
-    result.signatures = logs = facts.signed.logs
-    intact = {process for process, log in logs.items() if log.broken is None and not log.invalid}
-    aside = facts.course.starts.set_aside(intact)
-    for process, log in logs.items():
-        log.aside = frozenset(start.declared_at for name, start in aside if name == process)
-    discrepancies = list(check_run_folder(RunFolder(folder), files, facts.course, facts.named, inline=result.inline))
+    findings = list(check_run_folder(RunFolder(folder), files, facts.course, facts.named, inline=result.inline))
     released = facts.course.released
     data = None if released is None else released[1].facts.get("data_digest")
-    scenario, ended = RunFolder(folder).scenario, facts.course.ended is not None
-    discrepancies += facts.signed.compare(scenario, data, accepted, finished=ended)
+    finished = files.finished or facts.course.ended is not None
+    ended = ({COORDINATOR} | facts.course.stopped) - set(result.written) if finished else set[str]()
+    scenario = RunFolder(folder).scenario
+    findings += facts.signed.compare(scenario, data, accepted, ended=ended, inline=result.inline)
     without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
-    result.findings += [Finding(*discrepancy) for discrepancy in discrepancies if discrepancy[0] not in without]
-    refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in logs else None
-    deviating = {place for place, _ in discrepancies}
+    result.findings += [finding for finding in findings if finding.place not in without]
+    refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in result.signatures else None
+    deviating = {finding.place for finding in findings}
     result.refused_starts = tuple(refused_starts(aside, deviating, refusals))
 
 
-def _compare_ends(facts: _Logs, present: set[str], result: Audit) -> None:
+def _compare_ends(facts: _Logs, present: Set[str], result: Audit) -> None:
     """Compare the received messages and handshakes with the sent ones."""
     for key, (place, record) in facts.received.items():
         if key in facts.sent:
             _compare(place, record, *facts.sent[key], result)
         elif key[0] in present:
             what = f"{record.header.kind} from {key[0]} received, but never logged as sent"
-            result.findings.append(Finding(place, what, key[0]))
+            result.findings.append(Finding(Cause.NOT_SENT, place, what, key[0]))
     for (action, kind, sender, receiver), (count, place) in facts.handshakes.items():
         sent, _ = facts.handshakes.get(("sent", kind, sender, receiver), (0, ""))
         # A hello is not encrypted: anyone who recorded one can replay it, and a restarted coordinator accepts it.
         if action == "received" and kind != Kind.HELLO and sender in present and count > sent:
             what = f"{count} times a {kind} from {sender} received, but {sent} times logged as sent"
-            result.findings.append(Finding(place, what, sender))
+            result.findings.append(Finding(Cause.NOT_SENT, place, what, sender))
     # Without the receiver's log it is unknown whether a message arrived.
     result.undelivered = sum(key[1] in present for key in facts.sent.keys() - facts.received.keys())
 
 
-def _missing(facts: _Logs, present: set[str]) -> Iterator[Finding]:
+def _missing(facts: _Logs, present: Set[str]) -> Iterator[Finding]:
     """A finding for every process that is mentioned but has no log."""
     unseen = Counter(sender for sender, *_ in facts.received)
     for process in sorted(facts.named.keys() - present):
         count = unseen[process]
         mentioned = f"{facts.named[process]} mentions {process}"
         why = f"{count} messages of {process} cannot be compared" if count else mentioned
-        yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}", absent=process)
+        yield Finding(Cause.NO_LOG, f"{process}.jsonl", f"no such log in this folder: {why}", process)
 
 
 def _others(record: LogRecord) -> tuple[str, ...]:
@@ -299,18 +355,18 @@ def _compare(place: str, record: MessageRecord, other_place: str, other: Message
     different = [name for name in HEADER if getattr(record.header, name) != getattr(other.header, name)]
     different += [name for name in _COMPARED if getattr(record, name) != getattr(other, name)]
     if different:
-        result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
+        result.findings.append(Finding(Cause.ENDS, place, f"differs from {other_place} in {', '.join(different)}"))
 
 
-def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
-    """The records of a log with their places, after checking process names and message counters."""
+def _check_records(owner: str, content: Sequence[tuple[str, LogRecord]], result: Audit) -> None:
+    """Check the process names and message counters of a log's records."""
     counters, strangers, refusals = dict[tuple[str, str, bytes], int](), set[str](), dict[str, float]()
     rekeyed = set[str]()
-    for place, record in _checked_chain(path, result):
+    for place, record in content:
         process = record.process
-        if process != path.stem and process not in strangers:
+        if process != owner and process not in strangers:
             strangers.add(process)
-            result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
+            result.findings.append(Finding(Cause.SENDER, place, f"a record of {process} in the log of {owner}"))
         match record:
             case RefusedRecord():
                 # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that has
@@ -330,16 +386,17 @@ def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord
                 refused = refusals.pop(sender, 0) if action == "received" else 0
                 if counter > expected + refused:
                     what = f"message {counter} of a session, expected {expected}: what was between is not in the log"
-                    result.findings.append(Finding(place, what))
+                    result.findings.append(Finding(Cause.SESSION, place, what))
                 elif counter < expected and action == "received":
-                    result.findings.append(Finding(place, f"message {counter} of a session after {expected - 1}"))
+                    result.findings.append(
+                        Finding(Cause.SESSION, place, f"message {counter} of a session after {expected - 1}")
+                    )
                 counters[session] = max(expected, counter + 1)
             case HandshakeRecord():
                 if record.kind is Kind.READY:
                     rekeyed.discard(record.peer if record.action == "received" else record.process)
             case NoteRecord() | TimelineRecord() | StartRecord() | SignatureRecord():
                 pass
-        yield place, record
 
 
 def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
@@ -348,19 +405,18 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
         if record is None:
-            result.findings.append(Finding(place, "no complete record of a message log"))
+            result.findings.append(Finding(Cause.CHAIN, place, "no complete record of a message log"))
             continue
         if record.previous != head or record.n != count:
-            result.findings.append(
-                Finding(place, "does not follow the record before it: lines were removed, inserted or moved")
-            )
+            what = "does not follow the record before it: lines were removed, inserted or moved"
+            result.findings.append(Finding(Cause.CHAIN, place, what))
         elif not record.intact:
-            result.findings.append(Finding(place, "was changed after it was written"))
+            result.findings.append(Finding(Cause.CHAIN, place, "was changed after it was written"))
         if record.wall < wall:
-            result.findings.append(Finding(place, f"its time, {record.wall}, is before that of the record before it"))
+            what = f"its time, {record.wall}, is before that of the record before it"
+            result.findings.append(Finding(Cause.CHAIN, place, what))
         wall = record.wall
         head, count = record.hash, record.n + 1
-        result.records[path.stem] += 1
         yield place, record
 
 
@@ -369,8 +425,8 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, facts: 
     for name in _others(record):
         facts.named.setdefault(name, place)
     facts.course.take(process, place, record)
-    facts.signed.take(process, place, record)
     facts.results.take(process, place, record)
+    facts.events.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1
@@ -399,18 +455,21 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
     result.messages.append((place, record))
     if len(record.digests) != len(record.payloads):
         what = f"{len(record.digests)} digests of {len(record.payloads)} payloads"
-        result.findings.append(Finding(place, what))
+        result.findings.append(Finding(Cause.ENDS, place, what))
     if COORDINATOR not in (header.sender, header.receiver):
         what = f"a message from {header.sender} to {header.receiver}: silos exchange messages only with the coordinator"
-        result.findings.append(Finding(place, what))
+        result.findings.append(Finding(Cause.SENDER, place, what))
     key = record.frame
     seen = facts.sent if record.action == "sent" else facts.received
     if key in seen:
-        result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {record.action} again"))
+        what = f"the same frame as {seen[key][0]} is logged as {record.action} again"
+        result.findings.append(Finding(Cause.SESSION, place, what))
     seen[key] = (place, record)
     if record.action == "sent":
         result.payloads.add(process, record)
         if process != header.sender:
-            result.findings.append(Finding(place, f"{process} logged sending in the name of {header.sender}"))
+            what = f"{process} logged sending in the name of {header.sender}"
+            result.findings.append(Finding(Cause.SENDER, place, what))
     elif process != header.receiver:
-        result.findings.append(Finding(place, f"{process} logged receiving what was for {header.receiver}"))
+        what = f"{process} logged receiving what was for {header.receiver}"
+        result.findings.append(Finding(Cause.SENDER, place, what))

@@ -201,7 +201,8 @@ def _sent(path: Path, logs: Set[str]) -> Iterator[tuple[Key, str]]:
         if not isinstance(record, MessageRecord) or (record.action != "sent" and record.header.sender in logs):
             continue
         header = record.header
-        if header.kind not in _KINDS and (header.kind not in _OF_DATA or header.sender == COORDINATOR):
+        # Errors of the coordinator end sessions, e.g. as it was stopped; its agreements repeat what the sites stated.
+        if header.kind not in (*_KINDS, *_OF_DATA) or (header.sender == COORDINATOR and header.kind is not Kind.TASK):
             continue
         silo = header.receiver if header.kind is Kind.TASK else header.sender
         held = {"payloads": record.payloads, "digests": record.digests}

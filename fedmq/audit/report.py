@@ -6,89 +6,49 @@ import csv
 import io
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader
 
+from fedmq.audit.findings import by_cause
 from fedmq.audit.heads import heads_of
 from fedmq.audit.log_checks import Audit
 from fedmq.errors import InputError
+from fedmq.packages import __version__
+from fedmq.runs.report.html import TEMPLATES
+from fedmq.runs.results import read_summary
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.tables import csv_cell
 from fedmq.storage.json_files import read_json
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
-from fedmq.text import counted, enumerated, first_few, printable
-from fedmq.wire.log_records import sent_payloads
-from fedmq.wire.messages import COORDINATOR
+from fedmq.text import counted, enumerated, first_few, printable, tensor_text
+from fedmq.wire.log_records import MessageRecord
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
+from fedmq.wire.payloads import Metrics
 
-_COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "payloads", "bytes")
+_COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "round", "first", "last",
+            "payloads", "bytes")  # fmt: skip
 #: Findings on the page; the JSON of the command has all.
 _FINDINGS = 1000
-
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>Audit of {{ run }}</title>
-<style>
-body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2rem auto;padding:0 1rem;color:#1c2733}
-h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
-td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:left;vertical-align:top;overflow-wrap:break-word}
-td.n{text-align:right;white-space:nowrap}code{font-size:.85em;overflow-wrap:anywhere}
-td.name{white-space:nowrap}
-.ok{color:#17692f}.bad{color:#a8201a}.open{color:#8a5a00}
-</style>
-<h1>Audit of {{ run }}</h1>
-<table>
-<tr><th>method</th><td>{{ method }}</td></tr>
-<tr><th>first record</th><td>{{ started }}</td></tr>
-<tr><th>last record</th><td>{{ ended }}</td></tr>
-<tr><th>processes</th><td>{{ logs|length }}</td></tr>
-</table>
-<p class="{{ 'open' if verdict.incomplete else 'bad' if verdict.fails else 'ok' }}"><b>{{ outcome }}</b></p>
-{% if verdict.fails %}<p class="bad">{{ verdict.fails }}</p>{% endif %}
-{% if verdict.incomplete %}<p class="open"><b>{{ verdict.incomplete }}</b></p>{% endif %}
-<p class="ok">{{ verdict.holds }}</p>
-<p class="open">{{ verdict.not_proven }}</p>
-{% if findings %}<h2>Findings</h2>
-<table><tr><th>place</th><th>what</th></tr>
-{% for place, what in findings %}<tr><td>{{ place }}</td><td>{{ what }}</td></tr>
-{% endfor %}</table>{% if more %}<p>and {{ more }} more</p>{% endif %}
-{% for remark in remarks %}<p>{{ remark }}</p>{% endfor %}{% endif %}
-{% for line in refused_starts %}<p>{{ line }}</p>{% endfor %}
-<h2>What each process sent</h2>
-<table><tr><th>process</th><th>modalities</th><th>sent to</th><th>payload</th><th>number</th>
-<th>bytes of tensors</th></tr>
-{% for flow in flows %}<tr><td>{{ flow.process }}</td><td>{{ flow.modalities }}</td>
-<td>{{ 'peers' if flow.direction == 'down' else 'coordinator' }}</td>
-<td>{{ flow.kind }}</td><td class="n">{{ '{:,}'.format(flow.payloads) }}</td>
-<td class="n">{{ '{:,}'.format(flow.bytes) if flow.bytes else 'numbers only' }}</td></tr>
-{% endfor %}</table>
-<h2>Logs</h2>
-<table><tr><th>process</th><th>records</th><th>signatures</th><th>records not signed</th>
-<th>fingerprints of keys (SHA-256)</th><th>head</th></tr>
-{% for log in logs %}<tr><td{{ ' class=name' if log.process|length < 25 else '' }}>{{ log.process }}</td>
-<td class="n">{{ log.records }}</td>
-<td class="n">{{ log.signatures }}</td><td class="n">{{ log.unsigned }}</td>
-<td>{% for key in log.fingerprints %}<code>{{ key }}</code> {% else %}none{% endfor %}</td>
-<td><code>{{ log.head }}</code></td></tr>
-{% endfor %}</table>
-<p>Digest of all heads: <code>{{ digest }}</code></p>
-</html>
-"""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Payloads of one kind that a process sent.
+    """Payloads of one kind that a process sent in one round.
 
     Args:
         process: the process that sent them.
         modalities: modalities of the silo according to the summary; empty if unknown or not a silo.
         direction: ``up`` to the coordinator, ``down`` from it.
         kind: kind of payload.
+        round: number of the merge for which they were sent or that they measure; empty for what belongs to none.
+        first: date and time of the first one, by the sender's clock.
+        last: date and time of the last one.
         payloads: their number.
         bytes: total size of their tensors [bytes].
     """
@@ -97,19 +57,43 @@ class Flow:
     modalities: str
     direction: str
     kind: str
+    round: int | str
+    first: str
+    last: str
     payloads: int
     bytes: int
 
 
-def flows_of(audit: Audit, summary: RunSummary | None) -> Iterator[Flow]:
+def flows_of(audit: Audit, summary: RunSummary | None = None) -> Iterator[Flow]:
     """What each process sent, according to the sender's log, or the receiver's if the sender's is missing."""
-    sent = sent_payloads((record for _, record in audit.messages), audit.records)
-    number = {(sender, kind): count for sender, kinds in sent.number.items() for kind, count in kinds.items()}
     silos = {} if summary is None else summary.per_silo
-    for (sender, kind), count in sorted(number.items()):
+    found: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
+    for _, record in audit.messages:
+        sender = record.header.sender
+        if record.action == "sent" or sender not in audit.records:
+            for kind, size in record.payloads:
+                found.setdefault((sender, kind, _round(record)), []).append((record.wall, size))
+    for (sender, kind, number), payloads in sorted(found.items()):
         modalities = " and ".join(silos[sender].modalities) if sender in silos else ""
-        direction = "down" if sender == COORDINATOR else "up"
-        yield Flow(printable(sender), modalities, direction, printable(kind), count, sent.bytes[sender][kind])
+        direction, times = "down" if sender == COORDINATOR else "up", [wall for wall, _ in payloads]
+        total, which = sum(size for _, size in payloads), "" if number < 0 else number
+        yield Flow(
+            printable(sender), modalities, direction, printable(kind), which, min(times), max(times), len(times), total
+        )
+
+
+def _round(record: MessageRecord) -> int:
+    """The merge for which a message was sent, or after which it measures the model; -1 for others."""
+    header = record.header
+    measures = header.sender == EVALUATOR or any(kind == Metrics.KIND for kind, _ in record.payloads)
+    match header.kind:
+        case Kind.TASK:
+            return header.base_version + 1
+        case Kind.REPLY:
+            return header.base_version + (not measures)
+        case Kind.EVALUATE | Kind.EVALUATE_SILO | Kind.SILO_RESULT:
+            return header.base_version
+    return -1
 
 
 def _facts(folder: Path, audit: Audit) -> tuple[RunSummary | None, Mapping[str, str]]:
@@ -133,37 +117,72 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
     """The HTML page, on which everything from the run is escaped."""
     summary, facts = _facts(folder, audit)
     logs = [
+        (
+            printable(process),
+            f"{log.records:,}",
+            log.signatures,
+            log.unsigned if log.starts else "all",
+            " ".join(log.fingerprints) or "none",
+            log.head,
+        )
+        for process, log in sorted(audit.signatures.items())
+    ]
+    causes, flows = by_cause(audit.findings), list(flows_of(audit, summary))
+    sites = [
         {
             "process": printable(process),
-            "records": log.records,
-            "signatures": log.signatures,
-            "unsigned": log.unsigned if log.starts else "all",
-            "fingerprints": log.fingerprints,
-            "head": log.head,
+            "modalities": next((flow.modalities for flow in flows if flow.process == printable(process)), ""),
+            "lines": payload_lines(audit, process),
+            "flows": [
+                (flow.round, flow.kind, flow.first[:19], flow.last[:19], f"{flow.payloads:,}", tensor_text(flow.bytes))
+                for flow in sorted(flows, key=lambda flow: flow.first)
+                if flow.process == printable(process)
+            ],
+            "events": [printable(event.line) for event in audit.events if event.process == process],
         }
-        for process, log in sorted(audit.signatures.items())
+        for process in sorted({*audit.records, *(event.process for event in audit.events)})
     ]
     findings = [(printable(finding.place), printable(finding.what)) for finding in audit.findings[:_FINDINGS]]
     return (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
+        Environment(autoescape=True, trim_blocks=True, loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]))
+        .get_template("audit.html.jinja")
         .render(
             **facts,
             verdict=verdict,
             outcome=outcome(audit),
             findings=findings,
+            causes=[(printable(finding.place), printable(finding.what + more)) for finding, more in causes],
+            clocks=list(map(printable, audit.clocks)),
+            total=payload_lines(audit, *audit.records.keys() - {COORDINATOR, EVALUATOR}),
+            sites=sites,
             remarks=list(map(printable, audit.remarks)),
             refused_starts=list(map(printable, audit.refused_starts)),
             more=max(0, len(audit.findings) - _FINDINGS),
-            flows=list(flows_of(audit, summary)),
             logs=logs,
             digest=heads_of(audit).digest,
         )
     )
 
 
+def payload_lines(audit: Audit, *processes: str) -> list[str]:
+    """Number, kind and size of the payloads that processes sent; a kind without tensors holds numbers or words only."""
+    number, sizes = Counter[str](), Counter[str]()
+    for process in processes:
+        number.update(audit.sent.get(process, {}))
+        sizes.update(audit.left.get(process, {}))
+    return [printable(f"{count:,} {kind}: {tensor_text(sizes[kind])}") for kind, count in sorted(number.items())]
+
+
+def like_silos(audit: Audit) -> list[list[str]]:
+    """The silos in groups that sent the same kinds of payloads."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for process in sorted(audit.records.keys() - {COORDINATOR, EVALUATOR}):
+        groups.setdefault(frozenset(audit.sent.get(process, {})), []).append(process)
+    return list(groups.values())
+
+
 def table(folder: Path, audit: Audit) -> str:
-    """The flows as CSV, with a row for each process and kind of payload."""
+    """The flows as CSV, with a row for each process, kind of payload and round."""
     summary, facts = _facts(folder, audit)
     text = io.StringIO()
     writer = csv.writer(text)
@@ -216,13 +235,13 @@ class Evidence:
         keys: folder of the processes' public keys; None without one.
         former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
-        stamped: time and authority of a verified time stamp of these heads; None without one.
+        page: what :func:`differing_page` says of the run's report.
     """
 
     keys: Path | None = None
     heads: bool = False
-    stamped: str | None = None
     former: tuple[str, ...] = ()
+    page: str | None = None
 
 
 @dataclass(frozen=True)
@@ -248,22 +267,13 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         return _of_missing_logs(audit)
     if audit.findings:
         return _of_findings(audit)
-    agree = f"What holds: {_agreement(audit)} with {_files(audit)}"
-    if not any(log.starts for log in audit.signatures.values()):
-        noted = ", and with the heads noted before" if evidence.heads else ""
-        changed = "that no holder of all these logs changed them" + (
-            " before the heads were noted" if evidence.heads else ""
-        )
-        why = "as they are not signed"
-        return Verdict(f"{agree}{noted}.", f"Not proven: {changed}, {why}; {_uncovered(audit)}.")
-    stamp = f", which was before {evidence.stamped}" if evidence.stamped else ""
-    since = f" The heads are the noted ones: nothing was changed since the heads were noted{stamp}."
+    since = " The heads are the noted ones: nothing was changed since the heads were noted."
     but = ", except for the last records of each log" if audit.ends else ""
     signed = "Each log is signed by its process and anchored in the logs of its peers, so that a change takes the "
     signed += f"keys of all {len(audit.records)} processes{but}"
     if len(audit.records) == 1:
         signed = "The log is signed by its process"
-    holds = f"{agree}. {signed}.{since if evidence.heads else ''}"
+    holds = f"What holds: {_agreement(audit)} with {_files(audit)}. {signed}.{since if evidence.heads else ''}"
     return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
 
 
@@ -283,9 +293,8 @@ def _agreement(audit: Audit) -> str:
 
 def _inside(audit: Audit) -> str:
     """What holds of logs that nothing of the coordinator can be compared with."""
-    signed = any(log.starts for log in audit.signatures.values())
     which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
-    return f"the hashes{' and signatures' if signed else ''} of the {which} are valid"
+    return f"the hashes and signatures of the {which} are valid"
 
 
 def _of_missing_logs(audit: Audit) -> Verdict:
@@ -293,13 +302,13 @@ def _of_missing_logs(audit: Audit) -> Verdict:
     names = _listed(audit.absent)
     logs = "its log is" if len(audit.absent) == 1 else "their logs are"
     alone = COORDINATOR in audit.absent
+    files = _listed([f"messages/{name}.jsonl" for name in audit.absent])
     return Verdict(
         f"What holds: {_inside(audit) if alone else f'{_agreement(audit)} with {_files(audit)}'}.",
         f"Not proven: what {names} sent and received, as {logs} not in this folder.",
         incomplete=(
-            f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked. Copy "
-            f"messages/NAME.jsonl of {names} from the run folders on their machines into messages/ of this one, "
-            "and audit again."
+            f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked: copy "
+            f"{files} from the run folders on their machines into messages/ of this one, and audit again."
         ),
     )
 
@@ -308,18 +317,14 @@ def _of_findings(audit: Audit) -> Verdict:
     """The sentences about an audit with findings."""
     places = [finding.place.split("/")[-1] for finding in audit.findings]
     mentioned = {name for name in audit.records if any(f"{name}.jsonl" in place for place in places)}
-    mentioned |= {finding.lost for finding in audit.findings}
+    mentioned |= {finding.process for finding in audit.findings}
     clean = sorted(audit.records.keys() - mentioned)
     if not clean:
         holds = "none of the logs is free of differences"
     elif len(clean) == len(audit.records):
-        holds = (
-            f"no difference was found inside the log of {_listed(clean)}; only other files differ from it"
-            if len(clean) == 1
-            else f"the {len(clean)} logs agree with each other; only other files differ from them"
-        )
+        holds = f"no difference was found inside the logs of {_listed(clean)}; only other files differ from them"
     else:
-        holds = f"no difference was found in the {'log' if len(clean) == 1 else 'logs'} of {_listed(clean)}"
+        holds = f"no difference was found in the logs of {_listed(clean)}"
     return Verdict(
         f"What holds: {holds}.",
         "Not proven: what was sent and what was computed wherever they differ.",
@@ -343,7 +348,34 @@ def _uncovered(audit: Audit) -> str:
     """What no log records."""
     if not audit.compared:
         return "real times, memory and losses"
-    return "real times and memory in summary.json, and report.html, status.json and checkpoints/"
+    return "real times and memory in summary.json, and report_data.json, status.json and checkpoints/"
+
+
+def differing_page(folder: RunFolder, audit: Audit) -> str | None:
+    """Draw a run's report anew, and compare it with ``report.html``.
+
+    Returns:
+        What is not proven of it: that it shows the records, or why it cannot be drawn anew; None if it is the same, or
+        if the run has none.
+    """
+    if not (audit.finished and folder.report.is_file()):
+        return None
+    import protocols  # noqa: PLC0415 - loads torch, which an audit without a report does not need
+    from fedmq.runs.report import run_report  # noqa: PLC0415
+
+    shows = "that report.html shows these records"
+    try:
+        summary = read_summary(folder)
+        if (version := summary.versions_of.get("fedmq")) != __version__:
+            return f"{shows} (not compared, as it is drawn by fedmq {version})"
+        if summary.method not in protocols.METHODS.names():
+            return f"{shows} (not compared, as it is of a user's own method)"
+        page = read_regular(folder.report, "the report of a run").decode("utf-8", "replace")
+        if page == run_report.page_of(folder, protocols.reported(summary.method)):
+            return None
+    except InputError as error:
+        return f"{shows} (not compared: {error})"
+    return f"{shows}, which give another page (`fedmq report {folder.root}` writes it)"
 
 
 def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
@@ -360,8 +392,9 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     if evidence.former:
         yield f"that no one else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
     yield f"the {_uncovered(audit)}, which no signature covers"
-    if evidence.stamped is None:
-        yield "when it happened, without an external time stamp"
+    if evidence.page is not None:
+        yield printable(evidence.page)
+    yield "when it happened, unless an external time stamp of the heads shows it"
     if not audit.finished:
         yield "that the run did not continue, as it has no summary"
     unsigned = {process: log.unsigned for process, log in audit.signatures.items() if log.unsigned}

@@ -1,21 +1,24 @@
 """What the coordinator's log records of a run's results, compared with the run folder.
 
-Three collectors take the records of the log: :class:`ResultChecks` the digests of the files, :class:`TrafficChecks`
-the messages that the summary counts, :class:`LoggedData` what the silos stated and measured.
+Four collectors take the records of the log: :class:`ResultChecks` the digests of the files, :class:`TrafficChecks`
+the messages that the summary counts, :class:`LoggedData` what the silos stated and measured, :class:`SentModels` the
+models that silos were sent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fedmq.audit.findings import Cause, Finding, damaged, wrong_result
+from fedmq.config.resolve import load
 from fedmq.errors import InputError
 from fedmq.evaluation.recall import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.results import FILES, SUMMARY, result_digest
-from fedmq.runs.run_records import Figures, MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
+from fedmq.runs.run_records import MergeLine, MetricsLine, OwnHeldOut, OwnHeldOutLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import digest
@@ -29,9 +32,10 @@ from fedmq.wire.payloads import (
     DiscriminatorDelta,
     Memory,
     ModalityPrototypes,
+    Model,
     PartialDelta,
+    Payload,
     Representations,
-    SecretShare,
     SiloMetrics,
 )
 
@@ -66,7 +70,7 @@ class ResultChecks:
             return ()
         return tuple(name for name in (*FILES, SUMMARY) if name in self.noted[1])
 
-    def differences(self, folder: RunFolder, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    def differences(self, folder: RunFolder, known: Collection[str]) -> Iterator[Finding]:
         """Places and texts of the files that differ from their digests, and of messages after the end.
 
         Args:
@@ -74,7 +78,7 @@ class ResultChecks:
             known: places at which something is found already.
         """
         for place in self.after:
-            yield place, "a message after the run had ended"
+            yield Finding(Cause.FILE, place, "a message after the run had ended")
         if self.noted is None:
             return
         place, digests = self.noted
@@ -85,10 +89,12 @@ class ResultChecks:
             try:
                 same = result_digest(folder, name) == digests[name]
             except InputError as error:
-                yield path, f"{error.found} instead of the file with the digest in {place}"
+                yield Finding(Cause.FILE, path, f"{error.found} instead of the file with the digest in {place}")
             else:
                 if not same:
-                    yield path, f"was changed after the run had ended: its digest is not that in {place}"
+                    yield Finding(
+                        Cause.FILE, path, f"was changed after the run had ended: its digest is not that in {place}"
+                    )
 
 
 #: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
@@ -102,7 +108,6 @@ _CONTRIBUTIONS = frozenset(
         Memory,
         Representations,
         DiscriminatorDelta,
-        SecretShare,
     )
 )
 _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
@@ -145,6 +150,7 @@ class TrafficChecks:
         """Add the next record of the coordinator's log."""
         if isinstance(record, NoteRecord) and record.event in (*BEGINNINGS, LogEvent.RESULT_DIGESTS):
             self._ended = record.event is LogEvent.RESULT_DIGESTS
+            self._evaluations.clear()  # a new process has not requested any
         if not self._ended:
             self._take(record)
 
@@ -194,7 +200,7 @@ class TrafficChecks:
             tally.received += 1
             tally.up += sizes if from_silo else Counter()
 
-    def merged_without_update(self, place: str, lines: Sequence[MetricsLine]) -> Iterator[tuple[str, str]]:
+    def merged_without_update(self, place: str, lines: Sequence[MetricsLine]) -> Iterator[Finding]:
         """Find merged replies without the update that a silo must send to take part.
 
         Args:
@@ -216,9 +222,12 @@ class TrafficChecks:
             whole = sum(bool(kinds) if needed is None else bool(kinds & needed) for kinds in replies)
             if whole < count <= len(replies):
                 what = "a payload" if needed is None else "an update"
-                yield place, f"{count} replies of {silo} to version {base} merged, but {whole} of them have {what}"
+                yield wrong_result(
+                    place,
+                    f"{count} replies of {silo} to version {base} merged, but {whole} of them have {what}",
+                )
 
-    def other_traffic(self, place: str, summary: RunSummary) -> Iterator[tuple[str, str]]:
+    def other_traffic(self, place: str, summary: RunSummary) -> Iterator[Finding]:
         """Find counts of the summary that the log does not have.
 
         Args:
@@ -231,18 +240,16 @@ class TrafficChecks:
         for way, logged, stated in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
             for kind in sorted(logged.keys() | stated.keys()):
                 if logged[kind] != stated.get(kind, 0):
-                    yield (
+                    yield wrong_result(
                         place,
                         f"{stated.get(kind, 0):,} bytes of {kind} {way}, but {logged[kind]:,} according to the log",
                     )
         for name in ("sent", "received", "refused"):
             logged_count, stated_count = getattr(tally, name), getattr(summary.messages, name)
             if logged_count != stated_count:
-                yield place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"
-
-
-#: Place and text of a finding.
-Discrepancy = tuple[str, str]
+                yield wrong_result(
+                    place, f"{stated_count:,} messages {name}, but {logged_count:,} according to the log"
+                )
 
 
 @dataclass
@@ -275,7 +282,7 @@ class LoggedData:
 
 def check_data(
     folder: RunFolder, logged: LoggedData, lines: Sequence[MetricsLine], summary: RunSummary | None
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Check the agreement on the data and the silos' own evaluations against the coordinator's log.
 
     Args:
@@ -287,7 +294,7 @@ def check_data(
     try:
         yield from _check_agreement(folder.agreement, logged, summary)
     except InputError as error:
-        yield error.place, f"{error.found} instead of {error.allowed}"
+        yield damaged(error)
     own = [line for line in lines if isinstance(line, OwnHeldOutLine)]
     for line in own:
         yield from _check_own(f"{folder.metrics}: version {line.version}", line, line.version, logged)
@@ -295,14 +302,14 @@ def check_data(
     if summary is None:
         return
     if (summary.own_heldout is None) is not (last is None):
-        yield str(folder.summary), "own_heldout is not that of the last evaluation by the silos"
+        yield wrong_result(str(folder.summary), "own_heldout is not that of the last evaluation by the silos")
     elif summary.own_heldout is not None and last is not None:
         plain = {name: value for name, value in last.plain().items() if name not in ("kind", "version", "wall")}
         if summary.own_heldout.plain() != plain:
-            yield str(folder.summary), "own_heldout is not that of the last evaluation by the silos"
+            yield wrong_result(str(folder.summary), "own_heldout is not that of the last evaluation by the silos")
 
 
-def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None) -> Iterator[Discrepancy]:
+def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None) -> Iterator[Finding]:
     """Check what processes stated about their data.
 
     Raises:
@@ -310,7 +317,7 @@ def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None)
     """
     if not path.exists():
         if summary is not None and logged.stated:
-            yield str(path), "no such file, though processes stated their data"
+            yield wrong_result(str(path), "no such file, though processes stated their data")
         return
     record = read_json(path, AgreementRecord, "what the processes of the run stated about their data")
     for name, stated in record.stated.items():
@@ -319,22 +326,25 @@ def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None)
         except FieldError as error:
             raise InputError(f"{path}: {name}", str(error), "a statement") from None
         if not {digest(payload) for payload in payloads} <= logged.stated.get(name, set()):
-            yield f"{path}: {name}", "not what it stated about its data"
+            yield wrong_result(f"{path}: {name}", "not what it stated about its data")
     if record.agreed is not None and digest(record.agreed.payload()) not in logged.agreed:
-        yield str(path), "the agreed labels and inputs are not what the coordinator sent"
+        yield wrong_result(str(path), "the agreed labels and inputs are not what the coordinator sent")
     for name, entry in ({} if summary is None else summary.per_silo).items():
         said = record.stated.get(name)
         if said is not None and (entry.data_digest, entry.items) != (said.data_digest, dict(said.items)):
-            yield f"{path.parent / 'summary.json'}: {name}", f"items and data digest are not those of {path.name}"
+            yield wrong_result(
+                f"{path.parent / 'summary.json'}: {name}",
+                f"items and data digest are not those of {path.name}",
+            )
 
 
-def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData) -> Iterator[Discrepancy]:
+def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData) -> Iterator[Finding]:
     """Check an evaluation by the silos: that they reported its metrics, and its means."""
     figures = {silo: silo_figures.figures for silo, silo_figures in record.per_silo.items()}
     items = {silo: silo_figures.items for silo, silo_figures in record.per_silo.items()}
     for silo, values in figures.items():
-        if not _was_reported(items[silo], values, logged.own.get((silo, version), set())):
-            yield place, f"the metrics on {silo}'s own held-out items are not what it answered"
+        if not was_reported(logged.own.get((silo, version), set()), SiloMetrics, items[silo], values):
+            yield wrong_result(place, f"the metrics on {silo}'s own held-out items are not what it answered")
     recomputed: Mapping[str, object] = {
         "items": sum(items.values()),
         "metrics": weighted_means(figures, items),
@@ -343,17 +353,64 @@ def _check_own(place: str, record: OwnHeldOut, version: int, logged: LoggedData)
     }
     for name, value in recomputed.items():
         if getattr(record, name) != value:
-            yield place, f"{name} does not match the metrics it is computed from"
+            yield wrong_result(place, f"{name} does not match the metrics it is computed from")
 
 
-def _was_reported(items: int, values: Figures, answers: set[str]) -> bool:
+def was_reported(answers: Collection[str], kind: Callable[..., Payload], *values: object) -> bool:
+    """Whether the digest of a payload of these values is among those of the logged answers; no answer has others."""
     try:
-        return digest(SiloMetrics(items, values)) in answers
+        return digest(kind(*values)) in answers
     except FieldError:
         return False
 
 
-def never_sent(summary: RunSummary) -> Iterator[Discrepancy]:
+def never_sent(summary: RunSummary) -> Iterator[Finding]:
     """The finding that no silo was sent the released version, unless no silo had items to evaluate it on."""
     if summary.own_heldout is None or summary.own_heldout.items or summary.own_heldout.missing:
-        yield f"{COORDINATOR}.jsonl", f"no silo was sent version {summary.versions} to evaluate it"
+        yield wrong_result(f"{COORDINATOR}.jsonl", f"no silo was sent version {summary.versions} to evaluate it")
+
+
+@dataclass
+class SentModels:
+    """The models of the tasks in the coordinator's log.
+
+    Args:
+        first: silo, place and digest of the first model of each version and size; a method may send a part.
+        others: findings about other models of such a version.
+    """
+
+    first: dict[tuple[int, int], tuple[str, str, str]] = field(default_factory=dict)
+    others: list[Finding] = field(default_factory=list)
+
+    def take(self, place: str, record: LogRecord) -> None:
+        """Add a record of the coordinator's log."""
+        match record:
+            case NoteRecord(event=LogEvent.RESUMED):
+                # On a wall clock, the merges after the checkpoint are repeated with other replies.
+                resumed = int(record.facts.get("version") or 0)
+                self.first = {at: known for at, known in self.first.items() if at[0] <= resumed}
+            case MessageRecord(action="sent") if record.header.kind is Kind.TASK:
+                self._take_task(place, record)
+
+    def _take_task(self, place: str, record: MessageRecord) -> None:
+        version, silo = record.header.base_version, record.header.receiver
+        for (kind, size), content in zip(record.payloads, record.digests, strict=False):
+            if kind != Model.KIND:
+                continue
+            known, where, expected = self.first.setdefault((version, size), (silo, place, content))
+            if content != expected:
+                what = f"{silo} was sent another model of version {version} than {known} ({where})"
+                self.others.append(Finding(Cause.SENDER, place, what))
+
+    def findings(self, folder: RunFolder) -> Iterator[Finding]:
+        """The other models, unless the method has one for each silo."""
+        if not self.others:
+            return
+        import protocols  # noqa: PLC0415 - loads torch, which an audit without such models does not need
+
+        try:
+            own = folder.scenario.exists() and protocols.traits_of(load(folder.scenario)).model_per_silo
+        except InputError:
+            return  # another check reports it
+        if not own:
+            yield from self.others

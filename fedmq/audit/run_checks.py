@@ -14,8 +14,17 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from fedmq.audit.result_checks import LoggedData, TrafficChecks, check_data, never_sent
-from fedmq.audit.starts import Starts
+from fedmq.audit.events import Starts
+from fedmq.audit.findings import Cause, Finding, damaged, wrong_result
+from fedmq.audit.result_checks import (
+    BEGINNINGS,
+    LoggedData,
+    SentModels,
+    TrafficChecks,
+    check_data,
+    never_sent,
+    was_reported,
+)
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
@@ -36,7 +45,6 @@ from fedmq.runs.run_records import (
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import digest
-from fedmq.wire.fields import FieldError
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, RefusedRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
@@ -44,9 +52,8 @@ from fedmq.wire.payloads import Metrics, Model
 
 #: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.
 _DONE = "done"
-#: Place and text of a finding.
-Discrepancy = tuple[str, str]
 _Record = TypeVar("_Record", bound=BaseModel)
+_Line = TypeVar("_Line", MergeLine, EvaluationLine, PersonalLine)
 
 
 @dataclass
@@ -57,19 +64,21 @@ class LoggedRun:
         starts: the starts of each process, with the runs that its records name.
         released: the coordinator's last note of what it released, with its place.
         ended: place of the coordinator's last note that all rounds were done.
+        stopped: processes that the coordinator told to stop since it started.
         replies: silo, base version and task of each reply that the coordinator accepted.
         evaluated: the last evaluation request for each version, with its place.
         measured: digests of the evaluator's answers that the coordinator accepted, by version.
-        personal: digests of the silos' evaluations of their personal models that the coordinator accepted, by silo and
-            version.
-        refused: silos from which the coordinator refused a message that it could read.
+        personal: digests of accepted evaluations of personal models, by silo and version.
+        refused: silos of which the coordinator refused a readable message.
         data: what the silos stated about their data, and their own evaluations.
         traffic: what the coordinator sent and received.
+        models: the models that it sent.
     """
 
     starts: Starts = field(default_factory=Starts)
     released: tuple[str, NoteRecord] | None = None
     ended: str | None = None
+    stopped: set[str] = field(default_factory=set)
     replies: set[tuple[str, int, int | None]] = field(default_factory=set)
     evaluated: dict[int, tuple[str, MessageRecord]] = field(default_factory=dict)
     measured: dict[int, set[str]] = field(default_factory=dict)
@@ -77,23 +86,25 @@ class LoggedRun:
     refused: set[str] = field(default_factory=set)
     data: LoggedData = field(default_factory=LoggedData)
     traffic: TrafficChecks = field(default_factory=TrafficChecks)
+    models: SentModels = field(default_factory=SentModels)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
-        self.starts.take(process, place, record)
         if process != COORDINATOR:
             return
         self.traffic.take(record)
+        self.models.take(place, record)
         match record:
-            case RefusedRecord():
-                if not record.bytes:  # a frame that could not be opened has a size, and its content is unknown
-                    self.refused.add(record.peer)
+            case RefusedRecord() if not record.bytes:  # a frame that could not be opened has a size, and may be any
+                self.refused.add(record.peer)
             case NoteRecord(event=LogEvent.RELEASED):
                 self.released = place, record
             case NoteRecord(event=LogEvent.ENDED) if record.facts.get("phase") == _DONE:
                 self.ended = place
-            case NoteRecord(event=LogEvent.EXTENDED):
-                self.ended = None
+            case NoteRecord(event=LogEvent.NOT_DELIVERED):
+                self.stopped.discard(str(record.facts.get("peer")))
+            case NoteRecord() if record.event in BEGINNINGS:
+                self.ended, self.stopped = None, set()
             case MessageRecord():
                 self._take_message(place, record)
 
@@ -101,7 +112,9 @@ class LoggedRun:
         """Add a message of the coordinator's log."""
         header = record.header
         self.data.take(record)
-        if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
+        if header.kind is Kind.STOP:
+            self.stopped.add(header.receiver)
+        elif header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
             self.evaluated[header.base_version] = place, record
         elif header.kind is Kind.EVALUATE_SILO:
             self.evaluated.setdefault(header.base_version, (place, record))
@@ -129,7 +142,7 @@ class RunFiles:
     lines: list[MetricsLine] | None
     summary: RunSummary | None
     finished: bool
-    found: list[Discrepancy]
+    found: list[Finding]
 
 
 def read_run_files(folder: RunFolder) -> RunFiles:
@@ -140,13 +153,13 @@ def read_run_files(folder: RunFolder) -> RunFiles:
         files.lines = read_metrics(folder)
     except InputError as error:
         files.lines = None
-        files.found.append((error.place, f"{error.found} instead of {error.allowed}"))
+        files.found.append(damaged(error))
     return files
 
 
 def check_run_folder(
     folder: RunFolder, files: RunFiles, course: LoggedRun, named: dict[str, str], *, inline: bool
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Compare logs with the run folder they are in.
 
     Only files that exist are compared, so that logs can be audited without their folder; a run that is not finished
@@ -159,24 +172,29 @@ def check_run_folder(
         named: processes that must have a log, with the place that mentions each; those of the summary are added.
         inline: the run exchanged no messages.
     """
-    problems, summary, finished = list[Discrepancy](), files.summary, files.finished
+    problems, summary, finished = list[Finding](), files.summary, files.finished
     yield from files.found
     yield from _same_run(folder, course)
+    yield from course.models.findings(folder)
     config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", problems)
     others = (folder.scenario, folder.metrics, folder.model)
     if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, others)):
         finished = True
-        yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
+        yield Finding(Cause.RELEASE, course.ended, f"all rounds were done, but there is no {folder.summary.name}")
+    if COORDINATOR not in course.starts.of:
+        # Its log is missing, which is the finding: nothing below can be compared without it.
+        named |= {} if summary is None else {COORDINATOR: folder.summary.name}
+        yield from (*_of_the_scenario(folder, config, summary), *problems)
+        return
     if finished and course.released is None:
-        yield f"{COORDINATOR}.jsonl", "no note of what was released, though the run is finished"
-    if finished and course.released is not None and not (folder.model / "config.json").exists():
-        yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} mentions it"
+        yield Finding(Cause.RELEASE, f"{COORDINATOR}.jsonl", "no note of what was released, though the run is finished")
+    if finished and course.released is not None and not (path := folder.model / "config.json").exists():
+        yield Finding(Cause.RELEASE, str(path), f"no such file, though {course.released[0]} mentions it")
     # The note is written after the release, so the release exists even if the process was killed before its summary.
     if course.released is not None and (finished or config is not None):
         yield from _release(folder, course, config, summary, inline=inline)
     yield from _of_the_scenario(folder, config, summary)
     if summary is not None:
-        named |= {} if COORDINATOR in named else {COORDINATOR: folder.summary.name}
         for silo, entry in summary.per_silo.items():
             if entry.participations:
                 named.setdefault(silo, folder.summary.name)
@@ -190,28 +208,28 @@ def check_run_folder(
     yield from problems
 
 
-def _read(path: Path, schema: type[_Record], what: str, problems: list[Discrepancy]) -> _Record | None:
+def _read(path: Path, schema: type[_Record], what: str, problems: list[Finding]) -> _Record | None:
     """Read a file of the folder; None if it does not exist, or is invalid, which is a finding."""
     if not path.exists():
         return None
     try:
         return read_json(path, schema, what)
     except InputError as error:
-        problems.append((error.place, f"{error.found} instead of {error.allowed}"))
+        problems.append(damaged(error))
         return None
 
 
-def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
+def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Finding]:
     """Check that every record belongs to one run, the scenario's."""
     if folder.scenario.exists():
         try:
             expected, source = name_of(read_yaml(folder.scenario)), folder.scenario.name
         except InputError as error:
-            yield error.place, f"{error.found} instead of {error.allowed}"
+            yield damaged(error)
             return
     else:
         if folder.summary.exists():
-            yield str(folder.scenario), f"no such file next to {folder.summary.name}"
+            yield Finding(Cause.DECLARED, str(folder.scenario), f"no such file next to {folder.summary.name}")
         named = [run for _, start in course.starts.all() for run in start.runs]
         if not named:
             return
@@ -221,12 +239,10 @@ def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
         for run, place in start.runs.items():
             if run != expected and (process, run, start.joined) not in reported:
                 reported.add((process, run, start.joined))
-                yield place, f"of the run {run}, but {source} is of {expected}"
+                yield Finding(Cause.DECLARED, place, f"of the run {run}, but {source} is of {expected}")
 
 
-def _of_the_scenario(
-    folder: RunFolder, config: ReleaseConfig | None, summary: RunSummary | None
-) -> Iterator[Discrepancy]:
+def _of_the_scenario(folder: RunFolder, config: ReleaseConfig | None, summary: RunSummary | None) -> Iterator[Finding]:
     """Check that the release and the summary agree with the scenario."""
     try:
         scenario = read_yaml(folder.scenario) if folder.scenario.exists() else {}
@@ -245,17 +261,12 @@ def _of_the_scenario(
         plain = {} if record is None else record.plain()
         for name in names:
             if scenario and name in plain and plain[name] != expected.get(name):
-                yield str(path), f"{name} is not what {folder.scenario.name} says"
+                yield Finding(Cause.DECLARED, str(path), f"{name} is not what {folder.scenario.name} says")
 
 
 def _release(
-    folder: RunFolder,
-    course: LoggedRun,
-    config: ReleaseConfig | None,
-    summary: RunSummary | None,
-    *,
-    inline: bool,
-) -> Iterator[Discrepancy]:
+    folder: RunFolder, course: LoggedRun, config: ReleaseConfig | None, summary: RunSummary | None, *, inline: bool
+) -> Iterator[Finding]:
     """Check that the released files are what the coordinator noted and sent to the evaluator."""
     assert course.released is not None  # noqa: S101 - the caller has checked it
     note = course.released[1].facts
@@ -269,7 +280,7 @@ def _release(
     belong = {"model.safetensors", *(f"{kind}.safetensors" for kind in more)}
     for path in sorted(folder.model.glob("*.safetensors")):
         if path.name not in belong:
-            yield str(path), f"nothing that {course.released[0]} says was released"
+            yield Finding(Cause.RELEASE, str(path), f"nothing that {course.released[0]} says was released")
     if config is None:
         return
     digests: dict[str, str] = {}
@@ -284,7 +295,7 @@ def _release(
             digests[kind] = digest(beside(path, kind))
             yield from _other(path, BESIDE[kind][0], digests[kind], more[kind])
     except InputError as error:
-        yield error.place, f"{error.found} instead of {error.allowed}"
+        yield damaged(error)
         return
     if summary is None or inline:
         return
@@ -295,67 +306,74 @@ def _release(
     sent = dict(zip((kind for kind, _ in request.payloads), request.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
-            yield place, f"{request.header.receiver} was sent another {kind} than is released"
+            yield Finding(Cause.RELEASE, place, f"{request.header.receiver} was sent another {kind} than is released")
 
 
-def _other(path: Path, what: str, actual: str, expected: object) -> Iterator[Discrepancy]:
+def _other(path: Path, what: str, actual: str, expected: object) -> Iterator[Finding]:
     # Same wording as fedmq.retrieval.released_model.OtherModelError, which a probe reports for the same discrepancy.
     if actual != expected:
-        yield str(path), f"{what} with digest {actual} instead of the run's own, with digest {expected}"
+        yield Finding(
+            Cause.RELEASE, str(path), f"{what} with digest {actual} instead of the run's own, with digest {expected}"
+        )
 
 
 def _check_metrics(
     folder: RunFolder, course: LoggedRun, lines: Sequence[MetricsLine], *, inline: bool
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Check that merged replies were received, and that values are what the evaluator and the silos reported."""
-    place, merges = str(folder.metrics), _merges(lines)
+    place, merges = str(folder.metrics), _of(lines, MergeLine)
     if [line.version for line in merges] != list(range(1, len(merges) + 1)):
-        yield place, "not one merge for each version in turn"
-    for line in _personal(lines):
+        yield wrong_result(place, "not one merge for each version in turn")
+    for line in _of(lines, PersonalLine):
         expected = personal_means(line.personal_whole_split, line.personal_per_silo)
         yield from _check_means(f"{place}: version {line.version}", line, expected)
     if inline:
         return
     yield from _merged_not_received(place, merges, course)
     yield from course.traffic.merged_without_update(place, lines)
-    for evaluation in _evaluations(lines):
+    for evaluation in _of(lines, EvaluationLine):
         answers = course.measured.get(evaluation.version, set())
-        if not _was_reported(evaluation.metrics, evaluation.per_silo, answers):
-            yield place, f"the metrics of version {evaluation.version} are not what the evaluator answered"
-    for line in _personal(lines):
+        if not was_reported(answers, Metrics, evaluation.metrics, evaluation.per_silo):
+            what = f"the metrics of version {evaluation.version} are not what the evaluator answered"
+            yield wrong_result(place, what)
+    for line in _of(lines, PersonalLine):
         yield from _not_reported_by_silos(place, line.version, line, course)
 
 
 def _check_summary(
     folder: RunFolder, course: LoggedRun, lines: Sequence[MetricsLine], summary: RunSummary, *, inline: bool
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Check the summary against the merges and the last evaluation in ``metrics.jsonl``."""
     place, metrics = str(folder.summary), folder.metrics.name
-    merges, evaluations = _merges(lines), _evaluations(lines)
+    merges, evaluations = _of(lines, MergeLine), _of(lines, EvaluationLine)
     if len(merges) != summary.versions:
-        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} has {summary.versions}"
+        yield wrong_result(
+            str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} has {summary.versions}"
+        )
     for version in sorted(course.measured.keys() - {line.version for line in evaluations}):
-        yield str(folder.metrics), f"no metrics of version {version}, though the evaluator answered"
+        yield wrong_result(str(folder.metrics), f"no metrics of version {version}, though the evaluator answered")
     merged = Counter(silo for line in merges for silo in line.replies)
     for silo in sorted(merged.keys() | summary.per_silo.keys()):
         count = summary.per_silo[silo].participations if silo in summary.per_silo else 0
         if count != merged[silo]:
-            yield place, f"{count} participations of {silo}, but {merged[silo]} of its replies were merged"
+            yield wrong_result(
+                place, f"{count} participations of {silo}, but {merged[silo]} of its replies were merged"
+            )
     if summary.tasks.merged != merged.total():
-        yield place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}"
+        yield wrong_result(place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}")
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
     yield from _check_means(place, summary, personal_means(summary.personal_whole_split, summary.personal_per_silo))
     if not inline:
         yield from course.traffic.other_traffic(place, summary)
         yield from _not_reported_by_silos(place, summary.versions, summary, course)
-        recorded = [(line.version, line.personal_whole_split) for line in _personal(lines)]
+        recorded = [(line.version, line.personal_whole_split) for line in _of(lines, PersonalLine)]
         recorded.append((summary.versions, summary.personal_whole_split))
         yield from _reported_not_recorded(folder, recorded, course)
 
 
 def _of_the_last_evaluation(
     place: str, metrics: str, evaluations: Sequence[EvaluationLine], summary: RunSummary
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Check the summary's values of the shared model against the last evaluation, and its means against the values.
 
     Args:
@@ -369,23 +387,23 @@ def _of_the_last_evaluation(
     if summary.metrics != ({} if last is None else last.metrics) or (
         last is None and summary.own_heldout is None and not summary.unevaluated
     ):
-        yield place, f"metrics are not those of the last evaluation in {metrics}"
+        yield wrong_result(place, f"metrics are not those of the last evaluation in {metrics}")
     for silo, entry in summary.per_silo.items():
         if entry.figures != per_silo.get(silo, {}):
-            yield place, f"the metrics of {silo} are not those of the last evaluation in {metrics}"
+            yield wrong_result(place, f"the metrics of {silo} are not those of the last evaluation in {metrics}")
     if per_silo:
         expected = {"per_silo_mean": means(per_silo), "fairness": fairness_of(per_silo)}
         yield from _check_means(place, summary, expected)
 
 
-def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Discrepancy]:
+def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Finding]:
     """Find values out of their metric's bounds; only the summary describes the user's own metrics."""
     custom_metrics = () if summary is None else tuple(summary.custom_metrics.values())
     for line in lines:
         for values in _measured(line):
             known = values if summary else {name: value for name, value in values.items() if is_known(name)}
             if (wrong := objection(known, custom_metrics)) is not None:
-                yield place, f"an impossible metric of version {line.version}: {wrong}"
+                yield wrong_result(place, f"an impossible metric of version {line.version}: {wrong}")
 
 
 def _measured(line: MetricsLine) -> list[Figures]:
@@ -415,18 +433,16 @@ def personal_means(whole: BySilo, local: BySilo) -> dict[str, Figures]:
     }
 
 
-def _check_means(
-    place: str, record: RunSummary | PersonalLine, expected: Mapping[str, Figures]
-) -> Iterator[Discrepancy]:
+def _check_means(place: str, record: RunSummary | PersonalLine, expected: Mapping[str, Figures]) -> Iterator[Finding]:
     """Check means and fairness over silos against values recomputed from the same record."""
     for name, value in expected.items():
         if not _close(getattr(record, name), value):
-            yield place, f"{name} does not match the metrics it is computed from"
+            yield wrong_result(place, f"{name} does not match the metrics it is computed from")
 
 
 def _reported_not_recorded(
     folder: RunFolder, recorded: Sequence[tuple[int, BySilo]], course: LoggedRun
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Find silos that evaluated their personal model without a record of it, unless the coordinator refused them.
 
     Args:
@@ -437,19 +453,13 @@ def _reported_not_recorded(
     known = {(silo, version) for version, whole in recorded for silo in whole}
     for silo, version in sorted(course.personal.keys() - known):
         if silo not in course.refused:
-            yield str(folder.metrics), f"no metrics of {silo}'s personal model at version {version}, though it answered"
+            yield wrong_result(
+                str(folder.metrics), f"no metrics of {silo}'s personal model at version {version}, though it answered"
+            )
 
 
-def _merges(lines: Sequence[MetricsLine]) -> list[MergeLine]:
-    return [line for line in lines if isinstance(line, MergeLine)]
-
-
-def _evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
-    return [line for line in lines if isinstance(line, EvaluationLine)]
-
-
-def _personal(lines: Sequence[MetricsLine]) -> list[PersonalLine]:
-    return [line for line in lines if isinstance(line, PersonalLine)]
+def _of(lines: Sequence[MetricsLine], kind: type[_Line]) -> list[_Line]:
+    return [line for line in lines if isinstance(line, kind)]
 
 
 def _close(recorded: Figures, expected: Figures) -> bool:
@@ -461,30 +471,30 @@ def _close(recorded: Figures, expected: Figures) -> bool:
 
 def _not_reported_by_silos(
     place: str, version: int, record: RunSummary | PersonalLine, course: LoggedRun
-) -> Iterator[Discrepancy]:
+) -> Iterator[Finding]:
     """Find metrics of personal models that their silos did not report."""
     for silo, whole in record.personal_whole_split.items():
         local = {silo: record.personal_per_silo.get(silo, {})}
-        if not _was_reported(whole, local, course.personal.get((silo, version), set())):
-            yield place, f"the metrics of {silo}'s personal model at version {version} are not what it answered"
+        if not was_reported(course.personal.get((silo, version), set()), Metrics, whole, local):
+            yield wrong_result(
+                place, f"the metrics of {silo}'s personal model at version {version} are not what it answered"
+            )
 
 
-def _merged_not_received(place: str, merges: Sequence[MergeLine], course: LoggedRun) -> Iterator[Discrepancy]:
+def _merged_not_received(place: str, merges: Sequence[MergeLine], course: LoggedRun) -> Iterator[Finding]:
     """Find replies merged more often than received; staleness is the number of merges since the model of the task."""
     taken = Counter[tuple[str, int]]()
     for line in merges:
         silos, ages = line.replies, line.staleness
         if len(silos) != len(ages):
-            yield place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line.version}"
+            yield wrong_result(
+                place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line.version}"
+            )
         taken.update((silo, line.version - 1 - age) for silo, age in zip(silos, ages, strict=False))
     received = Counter((silo, base) for silo, base, _ in course.replies)
     for (silo, base), count in sorted(taken.items()):
         if count > received[silo, base]:
-            yield place, f"{count} replies of {silo} to version {base} merged, but {received[silo, base]} were received"
-
-
-def _was_reported(metrics: Figures, per_silo: BySilo, answers: set[str]) -> bool:
-    try:
-        return digest(Metrics(metrics, per_silo)) in answers
-    except FieldError:
-        return False
+            yield wrong_result(
+                place,
+                f"{count} replies of {silo} to version {base} merged, but {received[silo, base]} were received",
+            )

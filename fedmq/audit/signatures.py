@@ -16,9 +16,12 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 
+from fedmq.audit.events import Start
+from fedmq.audit.findings import Cause, Finding
 from fedmq.config.run_id import digest_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.text import counted
 from fedmq.wire.key_requests import known_keys
 from fedmq.wire.keys import former_keys, public_key_of
 from fedmq.wire.log_events import LogEvent
@@ -28,14 +31,13 @@ from fedmq.wire.log_records import (
     MessageRecord,
     NoteRecord,
     SignatureRecord,
+    SignedAt,
     StartRecord,
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR
 from fedmq.wire.sessions import REKEY_KINDS
 
-#: Place and text of a finding.
-Discrepancy = tuple[str, str]
 #: Partition in which every silo has its own data.
 _OWN_DATA = "own"
 
@@ -50,14 +52,15 @@ class SignedLog:
         head: hash of the last record, computed from the content of all records.
         first: date and time of the first record.
         last: date and time of the last record.
-        signed: number of records up to and including the last valid signature.
-        signatures: number of valid signatures.
+        valid: valid signatures: number of records up to and including it, its key (hex) and its occasion.
+        trusted: the keys (hex) of the run that sign this log; the others are of refused starts, or a forger's.
         invalid: places of invalid signatures.
         headless: places of messages without their sender's head, since the first start.
-        accepted_later: peers and public keys (hex) that the process accepted after a start.
+        accepted_later: position, peer and public key (hex) of what the process accepted after a start.
         hashes: hashes of all records so far, as the log states them, with their positions.
         aside: places of declared starts that were refused before the process joined.
         broken: number of records before the first one that does not follow or was changed; None in an intact log.
+        idle: number of last records that only note a start, as of a process that ended before it declared anything.
     """
 
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)
@@ -65,14 +68,15 @@ class SignedLog:
     head: str = ""
     first: str = ""
     last: str = ""
-    signed: int = 0
-    signatures: int = 0
+    valid: list[tuple[int, str, SignedAt]] = field(default_factory=list)
+    trusted: frozenset[str] = frozenset()
     invalid: list[str] = field(default_factory=list)
     headless: list[str] = field(default_factory=list)
-    accepted_later: list[tuple[str, str]] = field(default_factory=list)
+    accepted_later: list[tuple[int, str, str]] = field(default_factory=list)
     hashes: dict[str, int] = field(default_factory=dict)
     aside: frozenset[str] = frozenset()
     broken: int | None = None
+    idle: int = 0
 
     def add(self, record: LogRecord) -> None:
         """Add the hash of the next record."""
@@ -82,6 +86,8 @@ class SignedLog:
         if self.broken is None and self.head != record.hash:
             self.broken = self.records
         self.records += 1
+        begins = isinstance(record, NoteRecord) and record.event in (LogEvent.STARTED, LogEvent.RESUMED)
+        self.idle = self.idle + 1 if begins else 0
         self.first, self.last = self.first or record.wall, record.wall
 
     def had(self, head: str, records: int | None = None) -> bool:
@@ -107,6 +113,32 @@ class SignedLog:
         return tuple(hashlib.sha256(bytes.fromhex(key)).hexdigest() for key in self.keys)
 
     @property
+    def signatures(self) -> int:
+        """Number of valid signatures."""
+        return len(self.valid)
+
+    @property
+    def _last(self) -> tuple[int, SignedAt | None]:
+        """Number of records up to and including the last valid signature with a key of the run, and its occasion."""
+        valid = ((count, at) for count, key, at in reversed(self.valid) if key in self.trusted)
+        return next(valid, (0, None))
+
+    @property
+    def signed(self) -> int:
+        """Number of records up to and including the last valid signature with a key of the run."""
+        return self._last[0]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process signed the end of its log and, with a key of the run, nothing after it."""
+        return self._last[1] is SignedAt.END
+
+    @property
+    def counted(self) -> int:
+        """Number of records that count: up to the signed end, or all of a log without one."""
+        return self.signed if self.ended else self.records
+
+    @property
     def unsigned(self) -> int:
         """Number of records after the last valid signature."""
         return self.records - self.signed
@@ -122,7 +154,7 @@ class SignatureChecks:
 
     def __init__(self) -> None:
         self.logs: dict[str, SignedLog] = {}
-        self.found: list[Discrepancy] = []
+        self.found: list[Finding] = []
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add the next record of a process's log."""
@@ -133,7 +165,7 @@ class SignatureChecks:
             case SignatureRecord():
                 self._verify(process, place, record, log)
             case NoteRecord(event=LogEvent.KEY_ACCEPTED):
-                log.accepted_later.append((str(record.facts.get("peer")), str(record.facts.get("key"))))
+                log.accepted_later.append((log.records, str(record.facts.get("peer")), str(record.facts.get("key"))))
             case MessageRecord() if log.starts:
                 if record.header.kind in REKEY_KINDS:
                     pass  # they hold keys alone
@@ -141,30 +173,40 @@ class SignatureChecks:
                     log.headless.append(place)
                 elif record.action == "sent" and record.head not in log.hashes:
                     what = f"carries a head that {process}'s log did not have when the message was sent"
-                    self.found.append((place, what))
+                    self.found.append(Finding(Cause.SIGNATURE, place, what))
         log.add(record)
-        if isinstance(record, SignatureRecord) and place not in log.invalid:
-            log.signed = log.records
+
+    def settle(self, aside: Collection[tuple[str, Start]]) -> None:
+        """Find which keys are the run's, once all logs have been read.
+
+        A peer's word decides, if there is one: the coordinator accepts the keys of all, and they accept the
+        coordinator's.
+
+        Args:
+            aside: starts that were refused before the process joined, with their processes.
+        """
+        for process, log in self.logs.items():
+            log.aside = frozenset(start.declared_at for name, start in aside if name == process)
+            log.trusted = frozenset(start.key for _, start in log.joined) or frozenset(log.keys)
+        for process, log in sorted(self.logs.items(), key=lambda item: item[0] != COORDINATOR):
+            accepted = self._accepted()
+            others = (COORDINATOR,) if process != COORDINATOR else tuple(self.logs.keys() - {COORDINATOR})
+            log.trusted = log.trusted & {key for name in others for key in accepted[name, process]} or log.trusted
 
     def _verify(self, process: str, place: str, record: SignatureRecord, log: SignedLog) -> None:
         if not log.starts:
-            self.found.append((place, f"a signature of {process}, which did not declare a key before"))
+            what = f"a signature of {process}, which did not declare a key before"
+            self.found.append(Finding(Cause.SIGNATURE, place, what))
             log.invalid.append(place)
             return
         start = log.starts[-1][1]
-        statement = signed_statement(start.run, process, record.n, record.previous)
         try:
             key = public_key_of(bytes.fromhex(start.key))
-            key.verify(bytes.fromhex(record.signature), statement)
+            key.verify(bytes.fromhex(record.signature), signed_statement(start.run, record.plain()))
         except (InvalidSignature, ValueError):
             log.invalid.append(place)
         else:
-            log.signatures += 1
-
-    @property
-    def signed(self) -> bool:
-        """Whether any log is signed, in which case all must be."""
-        return any(log.starts or log.invalid for log in self.logs.values())
+            log.valid.append((log.records + 1, start.key, record.at))
 
     def compare(
         self,
@@ -172,84 +214,99 @@ class SignatureChecks:
         released: object,
         accepted: Mapping[str, Set[str]] | None,
         *,
-        finished: bool,
-    ) -> Iterator[Discrepancy]:
-        """Compare all logs; call once after all have been read.
+        ended: Collection[str],
+        inline: bool,
+    ) -> Iterator[Finding]:
+        """Compare all logs; call once after :meth:`settle`.
 
         Args:
             scenario: the run folder's scenario; it may not exist.
             released: data digest in the coordinator's note of what it released, if any.
             accepted: the processes' public keys (hex) by name, if the auditor knows them.
-            finished: the run has ended, so that the coordinator must have signed the end of its log.
+            ended: processes that must have signed the end of their logs.
+            inline: the run exchanged no messages, and its processes had no keys.
         """
         yield from self.found
         if accepted is not None:
             yield from self._other_keys(accepted)
-        if not self.signed:
+        if inline:
             return
         for process, log in self.logs.items():
             if not log.starts:
-                what = "is not signed, though other logs of this run are"
-                yield f"{process}.jsonl", what
+                yield Finding(Cause.SIGNATURE, f"{process}.jsonl", "is not signed")
             if log.invalid:
                 more = f"; {len(log.invalid) - 1} later signatures do not match either" if len(log.invalid) > 1 else ""
-                yield log.invalid[0], f"the log up to here is not what {process} signed{more}"
+                yield Finding(Cause.SIGNATURE, log.invalid[0], f"the log up to here is not what {process} signed{more}")
             if log.headless:
                 count = f", and {len(log.headless) - 1} more such messages" if len(log.headless) > 1 else ""
-                yield log.headless[0], f"a message without the head of its sender's log{count}"
-        coordinator = self.logs.get(COORDINATOR)
-        if finished and coordinator is not None and coordinator.starts and coordinator.unsigned:
-            what = f"the last {coordinator.unsigned} records are not signed, though the run is finished"
-            yield f"{COORDINATOR}.jsonl", what
+                yield Finding(
+                    Cause.SIGNATURE, log.headless[0], f"a message without the head of its sender's log{count}"
+                )
+            yield from self._end(process, log, required=process in ended)
         yield from self._keys()
         yield from self._declarations(scenario, released)
 
-    def _other_keys(self, accepted: Mapping[str, Set[str]]) -> Iterator[Discrepancy]:
+    def _end(self, process: str, log: SignedLog, *, required: bool) -> Iterator[Finding]:
+        """Find records after the signed end of a log, a log that lacks it, and another key after the run's last one."""
+        place, more = f"{process}.jsonl", counted(log.unsigned, "record")
+        if log.ended and log.unsigned > log.idle:
+            yield Finding(Cause.SIGNATURE, place, f"{more} after its signed end: they were added, and do not count")
+        elif log.joined and any(start.n >= log.signed and start.key not in log.trusted for _, start in log.starts):
+            yield Finding(Cause.KEY, place, f"the last {more} follow a start with a key that is not of the run")
+        if required and log.starts and not log.ended:
+            what = "lacks its signed end, though the run is finished: records were cut off, or the process was killed"
+            yield Finding(Cause.SIGNATURE, place, what)
+
+    def _other_keys(self, accepted: Mapping[str, Set[str]]) -> Iterator[Finding]:
         """Compare the declared keys with those that the auditor knows."""
         for process, log in self.logs.items():
             expected = accepted.get(process)
             if not expected:
                 continue  # not a difference: the verdict names these logs
-            if not log.starts:
-                yield f"{process}.jsonl", f"is not signed, though a public key of {process} was given"
-            else:
-                for place, start in log.starts:
-                    if start.key not in expected:
-                        yield place, f"signed with another key than that of {process} that was given"
+            for place, start in log.starts:
+                if start.key not in expected:
+                    what = f"signed with another key than that of {process} that was given"
+                    yield Finding(Cause.KEY, place, what)
 
     def _accepted(self) -> dict[tuple[str, str], set[str]]:
         """The public keys (hex) that each process accepts of each peer, at its starts and later."""
         known: dict[tuple[str, str], set[str]] = defaultdict(set)
         for process, log in self.logs.items():
-            declared = [pair for _, start in log.joined for pair in start.peers.items()]
-            for peer, key in (*declared, *log.accepted_later):
+            starts = [start for _, start in log.joined if start.key in log.trusted]
+            declared = [pair for start in starts for pair in start.peers.items()]
+            later = [(peer, key) for n, peer, key in log.accepted_later if n < log.counted]
+            for peer, key in (*declared, *later):
                 known[process, peer].add(key)
         return known
 
-    def _keys(self) -> Iterator[Discrepancy]:
+    def _keys(self) -> Iterator[Finding]:
         """Compare the keys that processes declare with those that their peers accept."""
         holders: dict[str, str] = {}
         for process, log in self.logs.items():
             for place, start in log.joined:
                 if holders.setdefault(start.key, process) != process:
-                    yield place, f"{process} signs with the key of {holders[start.key]}"
+                    yield Finding(Cause.KEY, place, f"{process} signs with the key of {holders[start.key]}")
         known = self._accepted()
         for process, log in self.logs.items():
             for place, start in log.starts:
                 # Silos have keys of the coordinator, the coordinator has keys of all.
                 others = (COORDINATOR,) if process != COORDINATOR else ()
+                if process == COORDINATOR and start.key not in log.trusted:
+                    yield Finding(Cause.KEY, place, f"no process accepted the key that {process} signs with")
                 for other in others:
                     if self._starts(other) and start.key not in known[other, process]:
-                        yield place, f"{other} did not accept the key that {process} signs with"
+                        yield Finding(Cause.KEY, place, f"{other} did not accept the key that {process} signs with")
                 if process != COORDINATOR and self._starts(COORDINATOR):
                     missing = known[process, COORDINATOR] - set(self.logs[COORDINATOR].keys)
                     if missing or not known[process, COORDINATOR]:
-                        yield place, f"{process} accepted another key of {COORDINATOR} than it signs with"
+                        yield Finding(
+                            Cause.KEY, place, f"{process} accepted another key of {COORDINATOR} than it signs with"
+                        )
 
     def _starts(self, process: str) -> bool:
         return process in self.logs and bool(self.logs[process].starts)
 
-    def _declarations(self, scenario: Path, released: object) -> Iterator[Discrepancy]:
+    def _declarations(self, scenario: Path, released: object) -> Iterator[Finding]:
         """Compare what processes declared at their starts with each other and with the run folder."""
         try:
             plain = read_yaml(scenario) if scenario.exists() else None
@@ -269,11 +326,11 @@ class SignatureChecks:
             for place, start in log.starts:
                 for name, value in expected.items():
                     if getattr(start, name) != value:
-                        yield place, f"declares and signs another {name} than {source} has"
+                        yield Finding(Cause.DECLARED, place, f"declares and signs another {name} than {source} has")
                 if not own_data:
                     data = start.data if data is None else data
                     if start.data != data:
-                        yield place, "declares and signs other data than the run's"
+                        yield Finding(Cause.DECLARED, place, "declares and signs other data than the run's")
 
 
 def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageRecord]) -> dict[str, int]:

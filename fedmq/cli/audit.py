@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,28 +12,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import DIFFERENT, bar, err
+from fedmq.cli.console import AGAINST_POLICY, DIFFERENT, INCOMPLETE, bar, later, out
+from fedmq.cli.options import AsJson
 from fedmq.errors import InputError
-from fedmq.safe_console import SafeConsole
-from fedmq.storage.regular_files import is_file
-from fedmq.text import print_json, print_line, printable
+from fedmq.text import counted, first_few, one_of, print_json, print_line, printable, size_text, tensor_text
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
-    from fedmq.audit.log_checks import Audit, Finding
+    from fedmq.audit.findings import Finding
+    from fedmq.audit.log_checks import Audit
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
     from fedmq.audit.report import Verdict
+    from fedmq.audit.signatures import KnownKeys
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
-
-#: Time until a probe shows its progress [s].
-_QUIET_SECONDS = 2.0
 
 #: Options of the command.
 _Keys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+]
+_Logs = Annotated[
+    list[Path] | None,
+    typer.Option("--logs", metavar="DIR", help="Folder with logs of sites, or one above several; may be repeated."),
 ]
 _Heads = Annotated[
     Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
@@ -44,16 +44,6 @@ _Expect = Annotated[
     str | None,
     typer.Option(
         "--expect", metavar="FILE", help="Heads recorded earlier, as a file or its digest, to compare the logs with."
-    ),
-]
-_Stamp = Annotated[
-    str | None,
-    typer.Option("--stamp", metavar="URL", help="Authority (RFC 3161) to time-stamp the file of --heads."),
-]
-_StampCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--stamp-ca", metavar="FILE", help=("Root certificate (PEM) for the time stamp next to the file of --expect.")
     ),
 ]
 _Report = Annotated[
@@ -77,17 +67,24 @@ def audit_command(
         typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
     ] = None,
     keys: _Keys = None,
+    logs: _Logs = None,
     heads: _Heads = None,
     expect: _Expect = None,
-    stamp: _Stamp = None,
-    stamp_ca: _StampCa = None,
     report: _Report = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    silo: Annotated[
+        str | None,
+        typer.Option("--silo", metavar="NAME", help="Print what this process sent, by kind and round with times."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print every difference, event and process, not one screen.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
-    Exit code 3 if the logs are inconsistent or violate the policy. The results of --probe and --delta do not
-    affect it, unless the released model is not the run's.
+    Exit code 3 if logs or files were altered, 4 if logs are missing and nothing contradicts, 5 if a policy is
+    broken and nothing was altered. The results of --probe and --delta do not affect it, unless the released model is
+    not the run's.
 
     Example: [bold]fedmq audit runs/smoke[/bold]
 
@@ -99,62 +96,52 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    probe = (lambda: _probed(run)) if with_probe else None
-    if _audit(run, _Options(policy_file, delta, probe, keys, heads, expect, stamp, stamp_ca, report, as_json)):
-        sys.exit(DIFFERENT)
+    checked = (keys, logs or [], heads, expect)
+    if code := _audit(run, _Options(policy_file, delta, with_probe, *checked, report, silo, verbose, as_json)):
+        sys.exit(code)
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What an audit does in addition to checking the logs.
-
-    Args:
-        policy_file: the policy to check; None checks none.
-        delta: delta for which to compute epsilon; None computes none.
-        probe: probes the released model; None does not probe it.
-        keys: folder of public keys that must have signed; None takes those that the logs declare.
-        heads: file to write the heads to; None for no file.
-        expect: heads that were noted before; None compares none.
-        stamp: URL of an authority that time-stamps the heads; None for no stamp.
-        stamp_ca: root certificate for the stamp of the expected heads; None does not verify it.
-        report: folder for the report; None for the run folder, if it can be written.
-        as_json: print JSON on standard output instead of text.
-    """
+    """What an audit does in addition to checking the logs: the options of the command, None for those not given."""
 
     policy_file: Path | None
     delta: float | None
-    probe: Callable[[], _Probed] | None
+    with_probe: bool
     keys: Path | None
+    logs: list[Path]
     heads: Path | None
     expect: str | None
-    stamp: str | None
-    stamp_ca: Path | None
     report: Path | None
+    silo: str | None
+    verbose: bool
     as_json: bool
 
 
-def _audit(run: Path, options: _Options) -> bool:
-    """Audit a run, print the result, and return whether there are findings.
+def _audit(run: Path, options: _Options) -> int:
+    """Audit a run, print the result, and return the exit code.
 
     Raises:
         InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
             computed or the model cannot be probed.
     """
-    from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
-    from fedmq.audit.heads import differences, heads_of, stamp, write_heads  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder, require_folder  # noqa: PLC0415 - --help does without
+
+    require_folder(run)
+    from fedmq.audit import dp_accounting, policy  # noqa: PLC0415
+    from fedmq.audit.heads import check_expected, differences, heads_of, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
-    from fedmq.audit.report import Evidence, verdict  # noqa: PLC0415
+    from fedmq.audit.report import Evidence, differing_page, verdict  # noqa: PLC0415
     from fedmq.audit.signatures import KnownKeys  # noqa: PLC0415
 
-    policy_file, delta, probe = options.policy_file, options.delta, options.probe
-    _check(options)
+    if options.expect is not None:
+        check_expected(options.expect)
+    policy_file, delta = options.policy_file, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
-    audit = audit_run(run, None if known is None else known.all)
-    if known is not None:
-        known.require_any(audit.signatures, options.keys)
+    audit = audit_run(run, None if known is None else known.all, options.logs)
+    _require_known(options, audit, known)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
-    stamped = _stamped(options, audit)
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
@@ -162,68 +149,54 @@ def _audit(run: Path, options: _Options) -> bool:
     accounts, measured, other_model, deferred = None, None, None, None
     try:
         accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-        measured, other_model = probe() if probe else (None, None)
+        measured, other_model = _probed(run) if options.with_probe else (None, None)
     except InputError as error:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
     former = () if known is None else known.signed_with_former(audit.signatures)
-    sentences = verdict(audit, Evidence(options.keys, options.expect is not None, stamped, former))
+    page, expected = differing_page(RunFolder(run), audit), options.expect is not None
+    sentences = verdict(audit, Evidence(options.keys, expected, former, page))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)
-        if options.stamp is not None:
-            err.print(f"stamped at {stamp(options.heads, options.stamp)}", highlight=False)
     reported = _report(run, options, audit, sentences)
     if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
         results = {"policy": policy_result, "accounts": accounts, "probe": measured}
-        facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
+        facts |= {name: result.to_plain() for name, result in results.items() if result is not None}
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
-        _show(audit, sentences, policy_result, accounts, measured)
+        _show(audit, sentences, policy_result, accounts, measured, options)
         print_line(f"{_heads_line(audit)}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv in the same folder")
     if deferred and not findings:
         raise deferred
     if deferred:
-        err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
-    return bool(findings)
+        print_line(f"fedmq: {deferred}", error=True)
+    return _code(audit, broken=bool(policy_result and policy_result.findings))
+
+
+def _require_known(options: _Options, audit: Audit, known: KnownKeys | None) -> None:
+    """Refuse a silo, or a folder of keys, that no log of the run belongs to."""
+    if options.silo is not None and options.silo not in audit.records:
+        raise InputError("--silo", options.silo, one_of(options.silo, audit.records))
+    if known is not None:
+        known.require_any(audit.signatures, options.keys)
+
+
+def _code(audit: Audit, *, broken: bool) -> int:
+    """The exit code: altered before against the policy before incomplete."""
+    if audit.findings and not audit.incomplete:
+        return DIFFERENT
+    return AGAINST_POLICY if broken else INCOMPLETE if audit.findings else 0
 
 
 def _heads_line(audit: Audit) -> str:
     broken = any(log.broken is not None for log in audit.signatures.values())
-    return "heads of the logs" + (" as they are now, not as they were written" if broken else "")
-
-
-def _check(options: _Options) -> None:
-    """Refuse options that do not belong together, before anything is audited."""
-    from fedmq.audit.heads import check_expected  # noqa: PLC0415 - --help does without
-
-    if options.expect is not None:
-        check_expected(options.expect)
-    if options.stamp is not None and options.heads is None:
-        raise InputError("--stamp", options.stamp, "--stamp URL together with --heads FILE, which is stamped")
-    if options.stamp_ca is not None and (options.expect is None or not is_file(Path(options.expect))):
-        allowed = "--stamp-ca FILE together with --expect FILE, whose stamp is verified"
-        raise InputError("--stamp-ca", str(options.stamp_ca), allowed)
-
-
-def _stamped(options: _Options, audit: Audit) -> str | None:
-    """Time and authority of the verified stamp of the expected heads; an invalid stamp becomes a finding."""
-    from fedmq.audit.heads import StampError, token_of, verified  # noqa: PLC0415 - --help does without
-    from fedmq.audit.log_checks import Finding  # noqa: PLC0415
-
-    if options.stamp_ca is None or options.expect is None:
-        return None
-    try:
-        return verified(Path(options.expect), options.stamp_ca)
-    except StampError as error:
-        what = f"no valid time stamp of {options.expect} by the authority of {options.stamp_ca}: {error}"
-        audit.findings.append(Finding(str(token_of(Path(options.expect))), what))
-        return None
+    return "digest of all logs' heads" + (" as they are now, not as they were written" if broken else "")
 
 
 def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> Path | None:
@@ -235,7 +208,7 @@ def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> P
     except InputError as error:
         if options.report is not None:
             raise
-        err.print(f"no report: {error}; --report DIR writes it elsewhere", markup=False, highlight=False)
+        print_line(f"no report: {error}; --report DIR writes it elsewhere", error=True)
         return None
 
 
@@ -245,11 +218,11 @@ def _show(
     policy_result: PolicyResult | None,
     accounts: Accounts | None,
     measured: Probe | None,
+    options: _Options,
 ) -> None:
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
 
-    out = SafeConsole()
-    print_audit(audit, sentences, out)
+    print_audit(audit, sentences, out, verbose=options.verbose, silo=options.silo)
     if policy_result is not None:
         policy.show(policy_result, out)
     if accounts is not None:
@@ -264,92 +237,156 @@ def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
-    from fedmq.audit.log_checks import Finding  # noqa: PLC0415
+    from fedmq.audit.findings import Cause, damaged  # noqa: PLC0415
     from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
-
-    began, show = time.monotonic(), bar()
-
-    def tell(what: str, done: int, total: int) -> None:
-        if time.monotonic() - began > _QUIET_SECONDS:
-            show(what, done, total)
 
     try:
         release = open_release(run, "auto")  # the auditor's machine may lack the run's GPU
         pooled = protocols.traits_of(release.scenario).pooled
-        return membership_inference.probe(release, pooled=pooled, progress=tell), None
+        return membership_inference.probe(release, pooled=pooled, progress=later(bar())), None
     except OtherModelError as error:
-        return None, Finding(error.place, f"{error.found} instead of {error.allowed}")
+        return None, replace(damaged(error), cause=Cause.RELEASE)
 
 
-#: Findings that are printed; the JSON has all.
-_FINDINGS_SHOWN = 50
+#: Lines of causes, notable events and refusals that are printed without --verbose.
+_SHOWN = 8
 
 
-def print_audit(audit: Audit, sentences: Verdict, console: Console) -> None:
-    """Print the result of an audit, which ends with what holds and what does not."""
+def print_audit(
+    audit: Audit, sentences: Verdict, console: Console, *, verbose: bool = False, silo: str | None = None
+) -> None:
+    """Print the result of an audit: the verdict, what differs, what left, what holds and what does not.
+
+    Args:
+        audit: the audit.
+        sentences: its verdict.
+        console: where to print.
+        verbose: print every finding, event and process.
+        silo: print what this process sent in each round, and what happened to it.
+    """
     from fedmq.audit.report import outcome  # noqa: PLC0415 - --help does without
 
-    console.print(_table(audit))
-    for process, reasons in sorted(audit.refused.items()):
-        refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
-        console.print(printable(f"refused by {process}: {refused}"), highlight=False, markup=False)
-    for line in audit.refused_starts:
-        console.print(printable(line), highlight=False, markup=False)
-    if audit.undelivered:
-        console.print(
-            f"{audit.undelivered} messages were sent but not accepted: refused, or in transit when a process ended",
-            highlight=False,
-        )
+    style = "yellow" if audit.incomplete else "red" if audit.findings else "green"
+    console.print(outcome(audit), style=style)
+    for sentence in filter(None, (sentences.fails, sentences.incomplete)):
+        console.print(sentence, style=style, markup=False)
+    _print_findings(audit, console, verbose=verbose, silo=silo)
+    _print_warnings(audit, console)
+    if silo is not None:
+        console.print(_rounds_table(audit, silo))
+    else:
+        console.print(_table(audit) if verbose else _kinds_table(audit))
+    _print_events(audit, console, verbose=verbose, silo=silo)
+    console.print(sentences.holds, style="green", markup=False)
+    console.print(sentences.not_proven, style="yellow", markup=False)
+
+
+def _print_findings(audit: Audit, console: Console, *, verbose: bool, silo: str | None) -> None:
+    """Print every finding, or of many one line for each log or file that differs."""
+    from fedmq.audit.findings import Cause, by_cause  # noqa: PLC0415 - --help does without
+
+    findings = audit.findings
+    if silo is not None:
+        findings = [each for each in findings if silo in (each.process, each.place.partition(".jsonl")[0])]
+    lines = [(finding, "") for finding in findings]
+    if not verbose and len(lines) > _SHOWN:
+        lines = by_cause(findings)
+    for finding, more in lines if verbose else lines[:_SHOWN]:
+        place, what = escape(printable(finding.place)), escape(printable(finding.what + more))
+        colour = "yellow" if finding.cause is Cause.NO_LOG else "red"
+        console.print(f"[{colour}]{place}[/{colour}]: {what}")
+    if not verbose and (len(lines) > _SHOWN or len(lines) < len(findings)):
+        console.print(f"--verbose prints all {len(findings):,} differences")
+    for remark in audit.remarks:
+        console.print(printable(remark), style="yellow", markup=False)
+
+
+def _print_warnings(audit: Audit, console: Console) -> None:
     if audit.written:
         console.print(
             f"{', '.join(map(printable, audit.written))}: still being written; "
             "messages sent while the logs are read may appear as differences, so audit again after the run",
             style="yellow",
-            highlight=False,
             markup=False,
         )
     if not audit.finished:
         console.print(
             "no summary.json: the run has not finished, or only its logs were copied; its result was not checked",
             style="yellow",
-            highlight=False,
         )
-    for finding in audit.findings[:_FINDINGS_SHOWN]:
-        place, what = escape(printable(finding.place)), escape(printable(finding.what))
-        colour = "yellow" if finding.absent else "red"
-        console.print(f"[{colour}]{place}[/{colour}]: {what}", highlight=False)
-    if len(audit.findings) > _FINDINGS_SHOWN:
-        console.print(f"and {len(audit.findings) - _FINDINGS_SHOWN} more; --json has all", highlight=False)
-    for remark in audit.remarks:
-        console.print(printable(remark), style="yellow", highlight=False, markup=False)
-    style = "yellow" if audit.incomplete else "red" if audit.findings else "green"
-    console.print(outcome(audit), style=style, highlight=False)
-    for sentence in filter(None, (sentences.fails, sentences.incomplete)):
-        console.print(sentence, style=style, highlight=False, markup=False)
-    console.print(sentences.holds, style="green", highlight=False, markup=False)
-    console.print(sentences.not_proven, style="yellow", highlight=False, markup=False)
+    for line in audit.clocks:
+        console.print(printable(line), style="yellow", markup=False)
 
 
-def _table(audit: Audit) -> Table:
-    number: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    table = Table(
-        Column("process", overflow="fold"),
-        Column("records", **number),
-        Column("bytes sent", **number),
-        "payloads sent: bytes of tensors",
-    )
-    for process in sorted(audit.records):
+def _print_events(audit: Audit, console: Console, *, verbose: bool, silo: str | None) -> None:
+    """Print what happened to the processes: the notable, or all with --verbose or of one silo."""
+    shown = [each for each in audit.events if silo == each.process or (silo is None and (verbose or each.notable))]
+    lines = [*([] if silo else audit.refused_starts), *(event.line for event in shown)]
+    for line in lines if verbose or silo else lines[:_SHOWN]:
+        console.print(printable(line), markup=False)
+    if not verbose and silo is None:
+        more = f"{len(lines) - _SHOWN:,} more, and " if len(lines) > _SHOWN else ""
+        console.print(
+            f"{more}{len(audit.events) - len(shown):,} joins, starts and other events: --verbose, or --silo NAME"
+        )
+    if audit.undelivered and silo is None:
+        lost = counted(audit.undelivered, "message")
+        console.print(f"{lost} sent but not accepted: refused, or in transit when a process ended")
+
+
+_Column = dict[str, Any]
+_NUMBER: _Column = {"justify": "right", "no_wrap": True}
+_PAYLOADS = "payloads: size of their tensors"
+
+
+def _kinds_table(audit: Audit) -> Table:
+    """What left by kind: of all silos, of groups of like silos, of the evaluator and of the coordinator."""
+    from fedmq.audit.report import like_silos, payload_lines  # noqa: PLC0415 - --help does without
+
+    table = Table(Column("what left", overflow="fold", max_width=27), Column("sent", **_NUMBER), _PAYLOADS)
+    groups = like_silos(audit)
+    silos = [silo for group in groups for silo in group]
+    rows = [("all silos", silos)] if len(groups) > 1 else []
+    rows += [(first_few(group, 3), group) for group in groups]
+    rows += [(name, [name]) for name in sorted(audit.records.keys() - set(silos))]
+    for name, members in rows:
         # A log may contain anything.
-        payloads = "\n".join(escape(printable(line)) for line in payload_lines(audit, process))
-        name = escape(printable(process))
-        table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", payloads or "-")
+        lines = "\n".join(map(escape, payload_lines(audit, *members)))
+        title = f"{len(members)} silos: {name}" if len(members) > 1 and name != "all silos" else name
+        table.add_row(escape(printable(title)), size_text(sum(audit.frames[each] for each in members)), lines or "-")
     return table
 
 
-def payload_lines(audit: Audit, process: str) -> list[str]:
-    """Number, kind and size of the payloads that a process sent; a kind without tensors holds numbers or words only."""
-    sizes: Mapping[str, int] = audit.left.get(process, {})
-    return [
-        f"{count:,} {kind}: {f'{sizes[kind]:,}' if sizes.get(kind) else 'numbers only'}"
-        for kind, count in sorted(audit.sent.get(process, {}).items())
-    ]
+def _rounds_table(audit: Audit, silo: str) -> Table:
+    """What a process sent, and when, by kind and round."""
+    from fedmq.audit.report import flows_of  # noqa: PLC0415 - --help does without
+
+    table = Table(
+        Column("round", **_NUMBER),
+        Column("payload", overflow="fold"),
+        Column("when", no_wrap=True),
+        Column("number", **_NUMBER),
+        Column("tensors", **_NUMBER),
+    )
+    for flow in sorted(flows_of(audit), key=lambda flow: flow.first):
+        if flow.process == printable(silo):
+            when = flow.first[:19] + (f"\nto {flow.last[:19]}" if flow.last[:19] != flow.first[:19] else "")
+            table.add_row(str(flow.round), escape(flow.kind), when, f"{flow.payloads:,}", tensor_text(flow.bytes))
+    return table
+
+
+def _table(audit: Audit) -> Table:
+    from fedmq.audit.report import payload_lines  # noqa: PLC0415 - --help does without
+
+    table = Table(
+        Column("process", overflow="fold"),
+        Column("records", **_NUMBER),
+        Column("sent", **_NUMBER),
+        _PAYLOADS,
+    )
+    for process in sorted(audit.records):
+        # A log may contain anything.
+        payloads = "\n".join(map(escape, payload_lines(audit, process)))
+        name = escape(printable(process))
+        table.add_row(name, f"{audit.records[process]:,}", size_text(audit.frames[process]), payloads or "-")
+    return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
@@ -17,23 +17,23 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from fedmq.cli.console import bar, err, exit_stopped, out, until_stopped
 from fedmq.cli.options import AsJson, Quiet
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
-from fedmq.safe_console import SafeConsole
-from fedmq.text import counted, print_json
+from fedmq.text import counted, print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
+    from fedmq.config.scenario import Scenario
+    from fedmq.experiments.files import ComparisonFile
     from fedmq.experiments.grid import ComparisonPlan, Resolve
     from fedmq.experiments.process_pool import JobProgress
-    from fedmq.experiments.runner import CheckPartition, Comparison, Prepare
-    from fedmq.experiments.spec_file import ComparisonFile
+    from fedmq.experiments.runner import Comparison, Workplace
     from fedmq.experiments.tables import Grid
 
-#: Group of ``fedmq --help``.
-PANEL = "Experiments"
 _PLAIN_SECONDS = 30.0
 _SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
 
@@ -71,7 +71,7 @@ Select = Annotated[
         "--select",
         metavar="[METHOD:]KEY=A,B,...",
         help="Choose one of these values on the validation split, for all rows or one method; only the chosen one runs "
-        "on the test split.",
+        "on the test split. In a sweep, val chooses among all values of --vary.",
     ),
 ]
 SelectRounds = Annotated[
@@ -150,7 +150,7 @@ class Options:
     vary: Vary = None
     seeds: Seeds = None
     out_dir: Out = None
-    runs_dir: Runs = None
+    runs: Runs = None
     settings: Settings = None
     select: Select = None
     select_seed: SelectSeed = None
@@ -166,73 +166,7 @@ class Options:
     quiet: Quiet = False
 
 
-@dataclass(frozen=True)
-class Roots:
-    """Functions that the command line supplies.
-
-    Args:
-        resolve: reads and checks a scenario, including the method's options.
-        prepare: returns a function that prepares a scenario's data; takes whether to be quiet.
-        check_partition: refuses a partition that is impossible with the prepared data.
-        until_stopped: handles SIGINT and SIGTERM from now on; returns a function that says whether one was received.
-        warn: prints which options of a scenario's method have no effect.
-    """
-
-    resolve: Resolve
-    prepare: Callable[[bool], Prepare]
-    check_partition: CheckPartition
-    until_stopped: Callable[[], Callable[[], bool]]
-    warn: Callable[[Iterable[ResolvedRun]], None]
-
-
-Execute = Callable[[Options, "Roots"], None]
-
-
-def add_compare(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
-    """Add ``fedmq compare`` to the command line; ``execute`` is :func:`carry_out` unless given."""
-
-    @app.command("compare", rich_help_panel=PANEL)
-    @_with_options
-    def compare_command(files: Files, **given: Any) -> None:
-        """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
-
-        Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
-        holds table.csv, runs.csv, table.tex, table.md and plots.html. Returns 1 if a run failed or none has a result; a
-        run whose training diverged by its settings is named, and does not change the exit code otherwise.
-
-        Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
-
-        Choose the learning rate and a method's option on the validation split: [bold]fedmq compare
-        scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
-        --select rcsr:protocol.lambda_anc=0.3,1[/bold]
-
-        A comparison file (YAML with the key [bold]compare:[/bold]) can hold all of this; options on the command line
-        add to it: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
-        """
-        (execute or carry_out)(_merged_options(Options("compare", files, **given)), roots)
-
-
-def add_sweep(app: typer.Typer, roots: Roots, execute: Execute | None = None) -> None:
-    """Add ``fedmq sweep`` to the command line; ``execute`` is :func:`carry_out` unless given."""
-
-    @app.command("sweep", rich_help_panel=PANEL)
-    @_with_options
-    def sweep_command(file: File, **given: Any) -> None:
-        """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
-
-        With [bold]--select val[/bold] each combination runs on the validation split, and only the best one on the test
-        split. Files and resuming are as in [bold]fedmq compare[/bold].
-
-        Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
-        protocol=fedavg,rcsr[/bold]
-
-        A comparison file (YAML with the key [bold]sweep:[/bold]) can hold all of this; options on the command line add
-        to it: [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
-        """
-        (execute or carry_out)(_merged_options(Options("sweep", [file], **given)), roots)
-
-
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command, as far as typer sees, the fields of :class:`Options` that have an option instead of **given."""
     argument, _ = signature(command, eval_str=True).parameters.values()
     hints = get_type_hints(Options, include_extras=True)
@@ -243,8 +177,44 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     parameters = [argument, *given]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+@with_options
+def compare_command(files: Files, **given: Any) -> None:
+    """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
+
+    Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
+    holds table.csv, runs.csv, table.tex, table.md and plots.html. Returns 1 if a run failed or none has a result; a
+    run whose training diverged by its settings is named, and does not change the exit code otherwise.
+
+    Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
+
+    Choose the learning rate and a method's option on the validation split: [bold]fedmq compare
+    scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
+    --select rcsr:protocol.lambda_anc=0.3,1[/bold]
+
+    A comparison file (YAML with the key [bold]compare:[/bold]) can hold all of this; options on the command line
+    add to it: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
+    """
+    carry_out(_merged_options(Options("compare", files, **given)))
+
+
+@with_options
+def sweep_command(file: File, **given: Any) -> None:
+    """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
+
+    With [bold]--select val[/bold] each combination runs on the validation split, and only the best one on the test
+    split. Files and resuming are as in [bold]fedmq compare[/bold].
+
+    Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
+    protocol=fedavg,rcsr[/bold]
+
+    A comparison file (YAML with the key [bold]sweep:[/bold]) can hold all of this; options on the command line add
+    to it: [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
+    """
+    carry_out(_merged_options(Options("sweep", [file], **given)))
 
 
 def _merged_options(options: Options) -> Options:
@@ -253,9 +223,9 @@ def _merged_options(options: Options) -> Options:
     Raises:
         InputError: the file is invalid, belongs to the other command or is not alone, or a sweep has nothing to vary.
     """
-    from fedmq.experiments import spec_file as comparison  # noqa: PLC0415 - brings torch, which --help does without
+    from fedmq.experiments import files  # noqa: PLC0415 - brings torch, which --help does without
 
-    read = {path: file for path in options.files if (file := comparison.read(path)) is not None}
+    read = {path: file for path in options.files if (file := files.read_comparison(path)) is not None}
     if read:
         (path, file), *_ = read.items()
         if len(options.files) > 1:
@@ -268,14 +238,17 @@ def _merged_options(options: Options) -> Options:
     if not options.vary:
         place = "--vary" if options.source is None else f"{options.source}: vary"
         raise InputError(place, "nothing", "at least one key with its values, e.g. silos.count=6,10,30")
-    if options.select and comparison.ON_VALIDATION in options.select:
-        select = [each for each in options.select if each != comparison.ON_VALIDATION]
+    if options.select and files.ON_VALIDATION in options.select:
+        select = [text for text in options.select if text != files.ON_VALIDATION]
         return replace(options, select=[*select, *options.vary], vary=None)
     return options
 
 
 def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
     """A comparison file's options, overridden by the command line's."""
+    # Only zero_shot is false if it is not given.
+    single = ("seeds", "metric", "baseline", "across", "select_seed", "select_rounds", "zero_shot", "runs")
+    missing = [name for name in single if getattr(options, name) is None or getattr(options, name) is False]
     return replace(
         options,
         source=path,
@@ -284,14 +257,7 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
         vary=_in_place(file.vary, options.vary or []),
         select=_in_place(file.select, options.select or []),
         target=[*file.target, *(options.target or [])],
-        seeds=file.seeds if options.seeds is None else options.seeds,
-        metric=file.metric if options.metric is None else options.metric,
-        baseline=options.baseline or file.baseline,
-        across=options.across or file.across,
-        select_seed=file.select_seed if options.select_seed is None else options.select_seed,
-        select_rounds=options.select_rounds or file.select_rounds,
-        zero_shot=options.zero_shot or file.zero_shot,
-        runs_dir=options.runs_dir or file.runs,
+        **{name: getattr(file, name) for name in missing},
     )
 
 
@@ -302,15 +268,15 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
         later.setdefault(text.partition("=")[0], []).append(text)
     replaced = set(later)
     kept = [
-        each
+        variation
         for text in own
         for key in [text.partition("=")[0]]
-        for each in (later.pop(key, []) if key in replaced else [text])
+        for variation in (later.pop(key, []) if key in replaced else [text])
     ]
-    return [*kept, *(each for more in later.values() for each in more)]
+    return [*kept, *(variation for more in later.values() for variation in more)]
 
 
-def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
+def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPlan:
     """The plan of a comparison.
 
     Raises:
@@ -336,14 +302,14 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
         )
-        if options.select_rounds is not None and any(each.key == "rounds" for each in select):
+        if options.select_rounds is not None and any(variation.key == "rounds" for variation in select):
             allowed = "one of them: both set the rounds of those runs"
             raise InputError("--select rounds", "together with --select-rounds", allowed)
         for option, given in (("--select-rounds", options.select_rounds), ("--select-seed", options.select_seed)):
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
-        chosen = [each for each in made.entries if len(each.candidates) > 1]
-        splits = {resolve(each.file, list(each.settings), None).scenario.evaluation.split for each in chosen}
+        chosen = [entry for entry in made.entries if len(entry.candidates) > 1]
+        splits = {resolve(entry.file, list(entry.settings), None).scenario.evaluation.split for entry in chosen}
         made = replace(made, measured_on_validation="val" in splits)
         summary.baselines(made)
         summary.check_across(made)
@@ -355,42 +321,36 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
     return made
 
 
-def carry_out(options: Options, roots: Roots) -> None:
+def carry_out(options: Options) -> None:
     """Plan and execute a comparison, write its tables and plots, and print the result.
 
     Raises:
         InputError: an option is not allowed, or a folder cannot be written.
     """
-    plan = plan_of(options, roots.resolve)
+    plan = plan_of(options)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
-    out, err, command = SafeConsole(), SafeConsole(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
-    folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
-    roots.warn(resolved_runs(plan, roots.resolve))
+    folder = options.out_dir or default_folder(plan, options.kind, resolved_file)
+    warn(resolved_runs(plan, resolved_file))
     if RunFolder(folder).scenario.exists():
         raise InputError(f"--out {folder}", "the folder of a run", "another folder, which the comparison creates")
-    jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
-    data_digest = runner.digest_once(roots.prepare(options.quiet), roots.check_partition)
-    place = runner.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
+    place = workplace(options.runs or folder / "runs", options.jobs, processes=options.processes, quiet=options.quiet)
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{counted(len(plan.entries), 'row')} x {counted(len(plan.seeds), 'seed')}"
         size += f", {trials} trials on validation" * bool(trials)
         for line in (*without_options(plan.entries), *tables.measured_where_chosen(plan)):
-            err.print(line, highlight=False, soft_wrap=True, markup=False)
-        err.print(
-            f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
-        )
+            print_line(line, error=True)
+        print_line(f"{size}; at most {place.jobs} runs in parallel, in {folder}", error=True)
     # The folder is created first: after hours of runs it is too late to find that the tables cannot be written.
     with provisional_folder(folder), display_progress(err, quiet=options.quiet) as progress:
-        comparison = runner.carry_out(plan, place, progress, roots.until_stopped)
+        comparison = runner.carry_out(plan, place, progress, until_stopped)
     if comparison.stopped:
-        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
-    table = tables.grid(comparison.rows, plan)
-    _write_tables(comparison, plan, table, folder, command)
+        exit_stopped(command_line())
+    table, title = tables.grid(comparison.rows, plan), _title(options)
+    _write_tables(comparison, plan, table, folder)
     if options.as_json:
         rows = tables.plain(comparison.rows)
         print_json(
@@ -398,35 +358,64 @@ def carry_out(options: Options, roots: Roots) -> None:
             indent=None,
         )
     else:
-        out.print(*tables.terminal(table, _title(options), out.width), sep="\n")
+        out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last, so that the tables exist even if this fails.
-    write_text(
-        folder / "plots.html", plots.page(comparison.rows, _title(options), (f"Made by: {command}", *table.notes))
-    )
+    write_text(folder / "plots.html", plots.page(comparison.rows, title, command_line(), table))
     if not options.as_json:
-        out.print(
-            f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
-    _report_problems(comparison, err)
+        print_line(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html")
+    _report_problems(comparison)
     if comparison.errors or not any(row.outcomes for row in comparison.rows):
         sys.exit(FAILED)
 
 
-def _report_problems(comparison: Comparison, err: Console) -> None:
+def workplace(runs: Path, jobs: int | None, *, processes: bool, quiet: bool) -> Workplace:
+    """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine.
+
+    Args:
+        runs: folder of the runs.
+        jobs: number of parallel runs; None for the number of cores, or half of it if a run has several processes.
+        processes: keep the scenarios' launcher.
+        quiet: show no progress.
+    """
+    from fedmq.experiments import runner  # noqa: PLC0415
+    from fedmq.launch import preparation  # noqa: PLC0415
+
+    def prepare(run: ResolvedRun) -> Path:
+        return preparation.prepare_population(run, None if quiet else bar())
+
+    jobs = jobs or max(1, (os.cpu_count() or 1) // (2 if processes else 1))
+    return runner.Workplace(runs, resolved_file, runner.digest_once(prepare, check_partition), processes, jobs)
+
+
+def check_partition(scenario: Scenario, folder: Path) -> None:
+    """Refuse a partition that is impossible with the data in a folder; does not cluster, which takes seconds."""
+    from fedmq.federation.population import build_population  # noqa: PLC0415
+
+    partition = scenario.partition
+    clustered = partition.kind == "dir_clusters"
+    checked = partition.model_copy(update={"kind": "iid"}) if clustered else partition
+    samples = sum(map(len, build_population(scenario.model_copy(update={"partition": checked}), folder=folder).train))
+    if clustered and partition.clusters > samples:
+        raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the number of training samples")
+
+
+def command_line() -> str:
+    """The command as it was typed."""
+    return shlex.join(["fedmq", *sys.argv[1:]])
+
+
+def _report_problems(comparison: Comparison) -> None:
+    failures = {f"[red]failed[/red] {escape(name)}": line for name, line in comparison.errors.items()}
+    failures |= {f"[yellow]warning[/yellow] {escape(name)}": line for name, line in comparison.diverged.items()}
     for line in comparison.warnings:
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
-    for name, line in comparison.errors.items():
-        err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
-    for name, line in comparison.diverged.items():
-        err.print(f"[yellow]warning[/yellow] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
+    for head, line in failures.items():
+        err.print(f"{head}: {escape(line)}", soft_wrap=True)
     if comparison.errors:
-        err.print("the other runs are done; repeat the command to retry the failed ones", highlight=False)
+        print_line("the other runs are done; repeat the command to retry the failed ones", error=True)
     if comparison.diverged:
         which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
-        err.print(f"{which}; lower training.learning_rate", highlight=False, soft_wrap=True)
+        print_line(f"{which}; lower training.learning_rate", error=True)
 
 
 def _title(options: Options) -> str:
@@ -434,7 +423,7 @@ def _title(options: Options) -> str:
     return f"{options.kind}: {', '.join(map(str, files))}"
 
 
-def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path, command: str) -> None:
+def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:
     from fedmq.experiments import tables  # noqa: PLC0415
     from fedmq.runs.tables import as_csv  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
@@ -442,8 +431,8 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
     results = {
         "table.csv": as_csv(tables.plain(comparison.rows)),
         "runs.csv": as_csv(tables.runs(comparison.rows, plan)),
-        "table.tex": tables.latex(table, command),
-        "table.md": tables.markdown(table, command),
+        "table.tex": tables.latex(table, command_line()),
+        "table.md": tables.markdown(table, command_line()),
     }
     for name, text in results.items():
         write_text(folder / name, text)
@@ -470,6 +459,6 @@ def display_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str
         def plain(what: str, how: JobProgress) -> None:
             if how.done != last["done"] or clock.now() - last["at"] >= _PLAIN_SECONDS:
                 last.update(done=how.done, at=clock.now())
-                console.print(escape(_progress_line(what, how)), highlight=False, soft_wrap=True)
+                console.print(escape(_progress_line(what, how)), soft_wrap=True)
 
         yield plain

@@ -9,15 +9,19 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from rich.control import Control
+from rich.markup import escape
 from rich.segment import ControlType
 
-from fedmq.launch.interrupts import FAILED, say_interrupted
+from fedmq.launch.interrupts import FAILED, say_interrupted, say_stopping
 from fedmq.safe_console import SafeConsole
 
-#: Exit code of a refused input, and of an audit or replay with findings.
+#: Exit code of a refused input, and of an audit or replay with differences.
 BAD_INPUT, DIFFERENT = 2, 3
+#: Exit code of an audit that lacks logs, and of one whose policy is broken, if nothing was altered.
+INCOMPLETE, AGAINST_POLICY = 4, 5
 
 out = SafeConsole()
 err = SafeConsole(stderr=True)
@@ -37,7 +41,7 @@ def writes_unicode() -> bool:
 def starting(*, quiet: bool = False) -> None:
     """Print on a terminal that the command is starting, since loading torch takes seconds."""
     if err.is_terminal and not quiet:
-        err.print("starting: reading the scenario, loading torch", highlight=False)
+        err.print("starting: reading the scenario, loading torch")
 
 
 @contextlib.contextmanager
@@ -70,6 +74,32 @@ def continued_by_the_same_command() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def until_stopped(resume: Callable[[], str] = lambda: "the same command") -> Callable[[], bool]:
+    """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
+
+    Args:
+        resume: what continues the run at that time, for the message.
+    """
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        say_stopping(resume())
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return lambda: bool(caught)
+
+
+def exit_stopped(command: str, others: str = "") -> NoReturn:
+    """Print the command that continues a stopped run, and exit."""
+    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
+    err.print(text, no_wrap=True, overflow="ignore", crop=False)  # to be copied
+    sys.exit(FAILED)
+
+
 def bar() -> Callable[[str, int, int], None]:
     """A progress line on standard error; returns the function that updates it with (what, done, total).
 
@@ -91,7 +121,7 @@ def bar() -> Callable[[str, int, int], None]:
             return
         shown = (what, now)
         again = err.is_terminal and done < total
-        err.print(f"{what}: {done}/{total}", end="" if again else "\n", highlight=False, markup=False)
+        err.print(f"{what}: {done}/{total}", end="" if again else "\n", markup=False)
         if again:
             err.control(Control(ControlType.CARRIAGE_RETURN))
         if done >= total:

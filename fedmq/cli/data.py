@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -16,13 +15,12 @@ from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating,
 from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
-from fedmq.storage.cache import use_cache
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.federation.preflight.data import DataFacts, SiloData
+    from fedmq.launch.data_check import DataFacts, SiloData
     from fedmq.runs.data_records import AgreementRecord
 
 
@@ -58,7 +56,7 @@ def data_list(
     for name, summary in catalogue.OTHERS.items():
         table.add_row(name, summary)
     out.print(table)
-    out.print("docs/reference/data_sets.md has the file layout of each", highlight=False)
+    out.print("docs/reference/data_sets.md has the file layout of each")
 
 
 @data_app.command("digest")
@@ -94,13 +92,13 @@ def data_digest(
     if as_json:
         print_json(record.plain())
         return
-    found = next(iter(record.stated.values())).data_digest
+    digest = next(iter(record.stated.values())).data_digest
     if folder is None:
-        print_line(f"{found}  {resolved.id}")
+        print_line(f"{digest}  {resolved.id}")
         return
     before = read_json(folder.agreement, AgreementRecord, "what the processes of a run stated about their data")
-    names = [name for name, stated in sorted(before.stated.items()) if stated.data_digest == found]
-    print_line(f"{found}  {', '.join(names) or 'stated by no process of this run'}")
+    names = [name for name, stated in sorted(before.stated.items()) if stated.data_digest == digest]
+    print_line(f"{digest}  {', '.join(names) or 'stated by no process of this run'}")
     if not names:
         sys.exit(DIFFERENT)
 
@@ -128,8 +126,8 @@ def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
     from fedmq.federation.population import build_population  # noqa: PLC0415
 
     population = build_population(scenario, pooled=resolved.pooled)
-    stated = population.statements(item_digests(population.prepared, scenario.dealt), resolved.id)
-    return AgreementRecord.of(resolved.id, {name: (each, None) for name, each in stated.items()})
+    stated = population.statements(item_digests(population.prepared, scenario.dataset), resolved.id)
+    return AgreementRecord.of(resolved.id, {name: (statement, None) for name, statement in stated.items()})
 
 
 @data_app.command("check")
@@ -154,12 +152,12 @@ def data_check(
     if as_json:
         print_json(facts.to_plain())
     else:
-        show_data(facts, out)
+        show_data(facts)
     if not facts.usable:
         sys.exit(BAD_INPUT)
 
 
-def show_data(facts: DataFacts, out: Console) -> None:
+def show_data(facts: DataFacts) -> None:
     """Print the facts of a data set."""
     from fedmq.config.plug_ins import label  # noqa: PLC0415
     from fedmq.data.warnings import of_labels, sentences  # noqa: PLC0415
@@ -168,45 +166,46 @@ def show_data(facts: DataFacts, out: Console) -> None:
     line = f"{label(facts.data)}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
     if facts.labels:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
-    out.print(line, highlight=False, markup=False)
+    print_line(line)
+    if facts.split:
+        print_line(printable(facts.split))
     if facts.example:
-        out.print(printable(facts.example), highlight=False, markup=False, soft_wrap=True)
+        print_line(printable(facts.example))
     for line in (*of_labels(facts.labels, facts.items), *facts.heldout_labels):
-        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-    for kind, found in (
+        print_line(printable(line))
+    for kind, names in (
         ("missing", facts.missing),
         ("unreadable", facts.unreadable),
         ("without captions", facts.without_captions),
-        ("text files without an image next to them", facts.captions_alone),
         ("without an image", facts.without_image),
         ("of nearly one colour", facts.constant),
         ("with several images in one file, of which only the first is read", facts.paged),
         ("duplicates of training items", facts.duplicates_of_training_items),
         ("items with the image of a training item", facts.duplicates_by_image),
+        ("items of val and test whose image looks like that of a training item, as resized or mirrored", facts.alike),
+        ("evaluated items that may be a crop or another version of one training image, by their vectors", facts.crops),
+        *((f"ignored, {why}", names) for why, names in facts.ignored.items()),
     ):
-        if found:
-            rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
-            out.print(f"{len(found)} {kind}{rest}:", highlight=False)
-            for name in found[:SHOWN]:
-                out.print(f"  {printable(name)}", highlight=False, markup=False, soft_wrap=True)
+        if names:
+            rest = f" (the first {SHOWN}; --json has all)" if len(names) > SHOWN else ""
+            print_line(f"{len(names)} {kind}{rest}:")
+            for name in names[:SHOWN]:
+                print_line(f"  {printable(name)}")
     for line in () if facts.warnings is None else sentences(facts.warnings, known=False):
-        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        print_line(printable(line))
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"papers on this data set use {usual}: some of its files may be missing"
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        print_line(line)
     for problem in facts.problems:
-        out.print(printable(problem), highlight=False, markup=False, soft_wrap=True)
+        print_line(printable(problem))
     if facts.silos:
-        _show_silos(facts.silos, facts.labels, out)
+        _show_silos(facts.silos, facts.labels)
     elif facts.silos is None and facts.usable:
-        out.print(
-            "fedmq data features FILE extracts the features; then this command shows the data of each silo",
-            highlight=False,
-        )
+        out.print("fedmq data features FILE extracts the features; then this command shows the data of each silo")
 
 
-def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
+def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
     """Print the data of each silo and, if the table is small enough, its items by label."""
     table = Table(Column("silo", overflow="fold"), "modalities", "samples", "held out")
     for name, silo in silos.items():
@@ -248,24 +247,19 @@ def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: in
         command = f"the run's scenario, and this file as --site: fedmq data check SCENARIO --site {file}"
         raise InputError(str(file), "a site file", command)
     starting()
-    from fedmq.federation.preflight import data as data_check  # noqa: PLC0415
+    run = resolved_file(file, settings, seed, manual=site is not None)
+    from fedmq.launch import data_check  # noqa: PLC0415
+    from fedmq.storage.cache import use_cache  # noqa: PLC0415
 
     if site is not None:
-        run, here = resolved_file(file, settings, seed, manual=True), read_site(site)
+        here = read_site(site)
         check_fit(run, here)
         use_cache(here.cache)
         return data_check.check_site(run.scenario, here, bar())
-    run = resolved_file(file, settings, seed)
     if run.scenario.data is None:
         command = f"the site file with the data, as in fedmq data check {file} --site silo.yaml"
         raise InputError(str(file), "partition.kind own, where each site has its own data", command)
-    from fedmq.launch import preparation  # noqa: PLC0415
-
-    def fits(scenario: Scenario, folder: Path) -> None:
-        """Refuse a scenario that cannot run on the prepared data in a folder."""
-        preparation.population_here(run.changed(scenario.model_copy(update={"device": "cpu"})), None, folder)
-
-    return data_check.check(run.scenario, fits, bar())
+    return data_check.check(run, bar())
 
 
 def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
@@ -275,16 +269,16 @@ def _extract(scenario: Scenario, device: str | None, *, as_json: bool) -> None:
     from fedmq.federation.population import device_of  # noqa: PLC0415
 
     place = device_of(device or scenario.device)
-    found = prepare(scenario.dealt, scenario.backbone, None, scenario.seed, bar(), place)
-    if scenario.partition.kind == "dir_clusters" and found.meta.text_dtype != "float32":
+    prepared = prepare(scenario.dataset, scenario.backbone, None, scenario.seed, bar(), place)
+    if scenario.partition.kind == "dir_clusters" and prepared.meta.text_dtype != "float32":
         # The partition needs float32 text features, which data prepared for adapters in the blocks do not contain.
-        text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
-    facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
+        text_features(prepared, scenario.backbone, scenario.seed, None, bar(), place)
+    facts = {name: getattr(prepared.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
     if as_json:
-        print_json({**facts, "warnings": found.meta.warnings.plain(), "folder": str(found.folder)})
+        print_json({**facts, "warnings": prepared.meta.warnings.plain(), "folder": str(prepared.folder)})
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts per item"
-        out.print(f"{facts['n']} items: {shapes}, in", highlight=False, markup=False)
-        out.print(str(found.folder), highlight=False, soft_wrap=True, markup=False)
-        for line in sentences(found.meta.warnings):
-            out.print(printable(line), highlight=False, soft_wrap=True, markup=False)
+        print_line(f"{facts['n']} items: {shapes}, in")
+        print_line(str(prepared.folder))
+        for line in sentences(prepared.meta.warnings):
+            print_line(printable(line))

@@ -7,15 +7,15 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
 from fedmq.cli.console import bar, err, later, out
 from fedmq.cli.options import CONNECT, Quiet
-from fedmq.cli.scenarios import plug_in_names, resolved
+from fedmq.cli.scenarios import resolved
 from fedmq.errors import InputError
-from fedmq.text import print_line, printable
+from fedmq.text import is_float, one_of, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.data.starter import OwnData
@@ -101,16 +101,17 @@ def _check_new(file: Path, what: str, force: bool) -> None:
 def _init_scenario(file: Path, data: str | None, given: _Answers, force: bool, quiet: bool) -> None:
     """Ask for what is not given, and write the scenario."""
     _check_new(file, "scenario", force)
-    counted = _until_right(data, lambda: _counted(data, quiet=quiet))
-    _say(_lines_about(counted), quiet=quiet)
-    before = _Answers(min(4, _most(counted)), 0.0, None)
-
-    def answer() -> None:
-        nonlocal before
-        before = _questions(counted, given, before)
-        _write(file, before.scenario(file, counted), quiet=quiet)
-
-    _until_right(None if None in (given.silos, given.missing, given.method) else "all given", answer)
+    counted = _counted(data, quiet=quiet)
+    answers = _Answers(min(4, _most(counted)), 0.0, None)
+    while True:
+        answers = _questions(counted, given, answers)
+        try:
+            _write(file, answers.scenario(file, counted), quiet=quiet)
+            break
+        except InputError as error:
+            if None not in (given.silos, given.missing, given.method):
+                raise
+            print_line(f"{error}", error=True)
     _say(printable(f"wrote {file}; run it with fedmq scenario {shlex.quote(str(file))}"), quiet=quiet)
 
 
@@ -122,31 +123,27 @@ def _init_site(file: Path, data: str | None, name: str | None, connect: str | No
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     _check_new(file, "site file", force)
-    counted = _until_right(data, lambda: _counted(data, quiet=quiet, images_alone=True))
-    _say(_lines_about(counted), quiet=quiet)
+    counted = _counted(data, quiet=quiet, images_alone=True)
 
-    def silo() -> str:
-        found = str(_answer("the silo's name", name, str, "silo-00"))
-        if not re.fullmatch(r"silo-\d{2,4}", found):
-            raise InputError("--name", found, "silo-00, silo-01, ...: as the coordinator's operator has assigned it")
-        return found
+    def silo(text: str) -> str:
+        if not re.fullmatch(r"silo-\d{2,4}", text):
+            raise InputError("--name", text, "silo-00, silo-01, ...: as the coordinator's operator has assigned it")
+        return text
 
-    def address() -> str:
-        found = str(_answer("address of the coordinator", connect, str, CONNECT))
-        check_uri(found, "--connect")
-        return found
+    def address(text: str) -> str:
+        check_uri(text, "--connect")
+        return text
 
-    chosen, uri = _until_right(name, silo), _until_right(connect, address)
+    chosen = _answer("the silo's name", name, silo, "silo-00")
+    uri = _answer("address of the coordinator", connect, address, CONNECT)
     make_folder(file.parent)
     write_text(file, starter.site_text(file, counted, chosen, uri))
-    keys, path = file.parent / "keys", shlex.quote(str(file))
-    new = (
-        []
-        if chosen in private_names(keys)
-        else [f"make its key: fedmq keys new {chosen} --keys {shlex.quote(str(keys))}"]
-    )
-    check = f"check it, OWN.yaml being the scenario of the run: fedmq preflight OWN.yaml --site {path}"
-    _say("\n".join(map(printable, (f"wrote {file}", *new, check))), quiet=quiet)
+    keys, lines = file.parent / "keys", [f"wrote {file}"]
+    if chosen not in private_names(keys):
+        lines.append(f"make its key: fedmq keys new {chosen} --keys {shlex.quote(str(keys))}")
+    path = shlex.quote(str(file))
+    lines.append(f"check it, OWN.yaml being the scenario of the run: fedmq preflight OWN.yaml --site {path}")
+    _say("\n".join(map(printable, lines)), quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -165,33 +162,22 @@ class _Answers:
         return starter.scenario_text(file.stem, counted, plan)
 
 
-def _until_right(given: object, step: Callable[[], T]) -> T:
-    """Run a step; print the error after a wrong answer and run it again. An option's error ends the command.
-
-    Args:
-        given: the value of the option that answers the step's question; None if the step asks.
-        step: asks, and raises InputError for a wrong answer.
-    """
-    while True:
-        try:
-            return step()
-        except InputError as error:
-            if given is not None:
-                raise
-            print_line(f"{error}", error=True)
-
-
 def _say(lines: str, *, quiet: bool) -> None:
     if not quiet:
-        out.print(lines, highlight=False, markup=False, soft_wrap=True)
+        print_line(lines)
 
 
 def _counted(data: str | None, *, quiet: bool, images_alone: bool = False) -> OwnData:
-    """The user's data, counted."""
+    """The user's data, counted; says what was read."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
 
-    path = Path(_answer("images and captions (a folder or a file)", data, str, None))
-    return starter.count(path, None if quiet else later(bar()), images_alone=images_alone)
+    def count(path: str) -> OwnData:
+        return starter.count(Path(path), None if quiet else later(bar()), images_alone=images_alone)
+
+    counted = _answer("images and captions (a folder or a file)", data, count, None)
+    first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
+    _say("\n".join(map(printable, (first, *counted.notes))), quiet=quiet)
+    return counted
 
 
 def _most(counted: OwnData) -> int:
@@ -200,60 +186,68 @@ def _most(counted: OwnData) -> int:
     return max(1, starter.most_silos(counted))
 
 
-def _lines_about(counted: OwnData) -> str:
-    """Lines that report what was read."""
-    first = f"{counted.items} items, {counted.captions} captions, read as data.name {counted.name}"
-    return "\n".join(map(printable, (first, *counted.notes)))
-
-
 def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
-    """Ask for what is not given, with the previous answers as defaults."""
-    most = _most(counted)
-    silos = _in_range(f"number of silos, 1 to {most}", given.silos, int, before.silos, lambda found: 1 <= found <= most)
-    missing = _in_range(
-        "fraction of silos that lack images or captions, 0 or more and below 1",
-        given.missing,
-        float,
-        before.missing,
-        lambda found: 0 <= found < 1,
-    )
-    method = given.method
+    """Ask for what is not given, with the previous answers as defaults; the values of options are checked later."""
+    from fedmq.federation.preflight import plug_in_names  # noqa: PLC0415 - --help does without
+
+    most, names = _most(counted), plug_in_names("protocol.name")
+
+    def number(text: str) -> int:
+        return int(_allowed(text, text.isdecimal() and 1 <= int(text) <= most, f"1 to {most}"))
+
+    def fraction(text: str) -> float:
+        return float(_allowed(text, is_float(text) and 0 <= float(text) < 1, "0 or more and below 1"))
+
+    def known(text: str) -> str:
+        return _allowed(text, text in names or text.endswith(".py"), one_of(text, names))
+
+    silos, missing, method = given.silos, given.missing, given.method
+    if silos is None:
+        silos = _answer(f"number of silos, 1 to {most}", None, number, before.silos)
+    if missing is None:
+        question = "fraction of silos that lack images or captions, 0 or more and below 1"
+        missing = _answer(question, None, fraction, before.missing)
     if method is None:
-        names = plug_in_names()["protocol.name"]
-        out.print(f"federated methods: {', '.join(names)}", highlight=False, soft_wrap=True)
-        method = _in_range(
-            "federated method",
-            None,
-            str,
-            before.method or ("rcsr" if missing else "fedavg"),
-            lambda found: found in names or found.endswith(".py"),
-        )
+        out.print(f"federated methods: {', '.join(names)}", soft_wrap=True)
+        usual = before.method or ("rcsr" if missing else "fedavg")
+        method = _answer("federated method", None, known, usual)
     return _Answers(silos, missing, method)
 
 
-def _in_range(question: str, given: Any, kind: type, default: Any, allowed: Callable[[Any], bool]) -> Any:
-    """The value of an option, which is checked later, or an allowed answer to its question."""
-    while True:
-        found = _answer(question, given, kind, default)
-        if given is not None or allowed(found):
-            return found
-        print_line(printable(f"{found} is not allowed"), error=True)
+def _allowed(text: str, allowed: bool, what: str) -> str:
+    if not allowed:
+        raise InputError("the answer", text, what)
+    return text
 
 
-def _answer(question: str, given: Any, kind: type, default: Any) -> Any:
-    """The value of an option, or the answer to its question."""
-    return typer.prompt(question, default=default, type=kind) if given is None else given
+def _answer(question: str, given: str | None, check: Callable[[str], T], default: object) -> T:
+    """The checked value of an option, or the answer to its question, which is repeated after a wrong one.
+
+    Raises:
+        InputError: the option's value is wrong.
+    """
+
+    def checked(text: str) -> T:
+        try:
+            return check(text)
+        except InputError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    if given is not None:
+        return check(given)
+    usual = None if default is None else str(default)
+    return cast(T, typer.prompt(question, default=usual, value_proc=checked))
 
 
 def _write(file: Path, text: str, *, quiet: bool) -> None:
     """Check a scenario, and write it if it can run."""
     if err.is_terminal and not quiet:
-        err.print("checking the scenario: loading torch, which takes seconds", highlight=False)
+        err.print("checking the scenario: loading torch, which takes seconds")
     from fedmq.config import yaml_files  # noqa: PLC0415
     from fedmq.config.resolve import Source, parse  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     run = resolved(Source(file, parse(yaml_files.parse(text), file)))
-    preparation.check_without_features(run, None if quiet else bar())
+    preparation.check_data(run, None if quiet else bar())
     write_text(file, text)

@@ -51,10 +51,10 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
         schema: the dataclass; docstrings of its bases describe inherited options.
     """
     meanings: dict[str, str] = {}
-    for kind in reversed([each for each in inspect.getmro(schema) if dataclasses.is_dataclass(each)]):
+    for kind in reversed([kind for kind in inspect.getmro(schema) if dataclasses.is_dataclass(kind)]):
         docstring = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
-        meanings |= {each.arg_name: _plain(each.description or "") for each in docstring.params}
-    hints = get_type_hints(schema)
+        meanings |= {parameter.arg_name: _plain(parameter.description or "") for parameter in docstring.params}
+    hints = get_type_hints(schema, include_extras=True)
     return tuple(
         Key(
             field.name,
@@ -94,8 +94,8 @@ def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:
 def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
     """Faults by ``kind``: description and keys."""
     return {
-        kind: (_purpose(each), tuple(_key(each, name, "") for name in each.model_fields if name != "kind"))
-        for kind, each in FAULTS.items()
+        kind: (_purpose(fault), tuple(_key(fault, name, "") for name in fault.model_fields if name != "kind"))
+        for kind, fault in FAULTS.items()
     }
 
 
@@ -111,10 +111,10 @@ def _plain(text: str) -> str:
 
 def _part(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, possibly optional; None if it holds a value, a list or a mapping."""
-    kinds = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     if get_origin(annotation) in (dict, tuple, list):
         return None
-    return next((each for each in kinds if issubclass(each, Part | ProtocolChoice | Objective)), None)
+    return next((kind for kind in kinds if issubclass(kind, Part | ProtocolChoice | Objective)), None)
 
 
 def _flat(model: type[BaseModel], prefix: str) -> Iterator[Key]:
@@ -126,8 +126,8 @@ def _flat(model: type[BaseModel], prefix: str) -> Iterator[Key]:
             continue
         yield _key(model, name, prefix)
         if get_origin(field.annotation) is dict:
-            for each in get_args(field.annotation)[1:]:
-                if (section := _part(each)) is not None:
+            for inner in get_args(field.annotation)[1:]:
+                if (section := _part(inner)) is not None:
                     yield from _flat(section, f"{prefix}{name}.NAME.")
 
 
@@ -152,14 +152,14 @@ def _values(schema: Mapping[str, Any], defs: Mapping[str, Any] | None = None) ->
     if "$ref" in schema:
         return _values(defs[schema["$ref"].rpartition("/")[2]], defs)
     if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(dict.fromkeys(_values(each, defs) for each in schema.get("anyOf") or schema["oneOf"]))
+        return " or ".join(dict.fromkeys(_values(option, defs) for option in schema.get("anyOf") or schema["oneOf"]))
     if "const" in schema:
         return _written(schema["const"])
     if "enum" in schema:
         return ", ".join(map(_written, schema["enum"]))
     match schema.get("type"):
         case "array" if "prefixItems" in schema:
-            return "[" + ", ".join(_values(each, defs) for each in schema["prefixItems"]) + "]"
+            return "[" + ", ".join(_values(item, defs) for item in schema["prefixItems"]) + "]"
         case "array":
             return f"list of {_values(schema.get('items', {}), defs)}"
         case "object" if "properties" in schema:

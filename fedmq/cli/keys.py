@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import DIFFERENT, out
+from fedmq.cli.console import DIFFERENT
 from fedmq.cli.options import AsJson, Keys
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import print_json, print_line, printable
+from fedmq.text import print_json, print_line
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -77,10 +77,10 @@ def keys_new(
             error=True,
         )
     path, request = new_request(keys, name, secret, replace=replace)
-    _print(f"private key {keys / name}.key: keep it on this machine, readable by you only")
+    print_line(f"private key {keys / name}.key: keep it on this machine, readable by you only")
     if secret is None and (variable := passphrase_variable()) is not None:
         print_line(f"the private key is not encrypted: --passphrase encrypts it with the one in {variable}", error=True)
-    _print(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
+    print_line(f"request     {path}: send it to the other end, where `fedmq keys accept` reads it")
     _print_fingerprint(request.public_key)
 
 
@@ -116,15 +116,15 @@ def keys_accept(
     refused = False
     for path, request in [(path, read_request(path)) for path in requests]:
         what = acceptance_of(directory, path, request)
-        _print(f"{request.name}{', replaces its accepted key' if what is Acceptance.REPLACES else ''}")
+        print_line(f"{request.name}{', replaces its accepted key' if what is Acceptance.REPLACES else ''}")
         _print_fingerprint(request.public_key)
         if what is Acceptance.KNOWN:
-            _print("  is accepted already")
+            print_line("  is accepted already")
         elif yes or not sys.stdin.isatty() or typer.confirm("  Does the other end read out the same words?"):
             accept(directory, request)
-            _print("  accepted")
+            print_line("  accepted")
         else:
-            _print("  not accepted")
+            print_line("  not accepted")
             refused = True
     if refused:
         sys.exit(FAILED)
@@ -142,13 +142,7 @@ def keys_remove(
     from fedmq.wire.keys import revoke  # noqa: PLC0415
 
     revoke(keys, name)
-    _print(f"{name} is no longer accepted")
-
-
-@keys_app.command("revoke", hidden=True)
-def keys_revoke(directory: _Directory, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Earlier name of fedmq keys remove."""
-    keys_remove(name, directory)
+    print_line(f"{name} is no longer accepted")
 
 
 @keys_app.command("init")
@@ -169,8 +163,8 @@ def keys_init(
     width = max(2, len(str(silos - 1)))
     names = [COORDINATOR, EVALUATOR, *(f"silo-{index:0{width}d}" for index in range(silos))]
     init_keys(directory, names)
-    _print(f"{len(names)} keys in {directory}")
-    _print("this machine now holds every private key: use it for simulations, and `fedmq keys new` at real sites")
+    print_line(f"{len(names)} keys in {directory}")
+    print_line("this machine now holds every private key: use it for simulations, and `fedmq keys new` at real sites")
 
 
 @keys_app.command("show")
@@ -184,18 +178,14 @@ def keys_show(directory: _Directory) -> None:
     accepted = load_accepted(directory)
     width = max(map(len, accepted), default=0)
     for name, key in accepted.items():  # no table, so that each key is one line for pipes and diffs
-        _print(f"{name:{width}}  {fingerprint(key)}  {words(key)}")
+        print_line(f"{name:{width}}  {fingerprint(key)}  {words(key)}")
 
 
 def _print_fingerprint(key: Ed25519PublicKey) -> None:
     from fedmq.wire.keys import fingerprint, words  # noqa: PLC0415
 
-    _print(f"  SHA256 {fingerprint(key)}")
-    _print(f"  words  {words(key)}")
-
-
-def _print(line: str) -> None:
-    out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    print_line(f"  SHA256 {fingerprint(key)}")
+    print_line(f"  words  {words(key)}")
 
 
 _Model = Annotated[
@@ -221,8 +211,8 @@ def sign_command(
 
     identity = load_identity(keys, name)
     made = sign_model(_folder(model), identity)
-    _print(f"signed {len(made.files)} files of {_folder(model)} as {name}")
-    _print(f"words of the key: {words(identity)}")
+    print_line(f"signed {len(made.files)} files of {_folder(model)} as {name}")
+    print_line(f"words of the key: {words(identity)}")
 
 
 def verify_command(
@@ -244,23 +234,27 @@ def verify_command(
     from fedmq.wire.key_requests import known_keys  # noqa: PLC0415
     from fedmq.wire.keys import fingerprint, words  # noqa: PLC0415
 
-    found = verify_model(_folder(model))
-    differences = list(found.differences)
+    verified = verify_model(_folder(model))
+    differences = list(verified.differences)
     if keys is not None:
-        accepted = known_keys(keys).get(found.signer)
+        accepted = known_keys(keys).get(verified.signer)
         if accepted is None:
-            raise InputError(str(keys), f"no accepted key of {found.signer}", "the signer's key; see fedmq keys accept")
-        if accepted.public_bytes_raw() != found.key.public_bytes_raw():
-            differences.append(f"signed with another key than the accepted one of {found.signer}")
+            raise InputError(
+                str(keys), f"no accepted key of {verified.signer}", "the signer's key; see fedmq keys accept"
+            )
+        if accepted.public_bytes_raw() != verified.key.public_bytes_raw():
+            differences.append(f"signed with another key than the accepted one of {verified.signer}")
     if as_json:
-        facts = {"signer": found.signer, "fingerprint": fingerprint(found.key), "accepted": keys is not None}
-        print_json({**facts, "files": found.files, "differences": differences})
+        facts = {"signer": verified.signer, "fingerprint": fingerprint(verified.key), "accepted": keys is not None}
+        print_json({**facts, "files": verified.files, "differences": differences})
     else:
         for line in differences:
-            _print(line)
+            print_line(line)
         if not differences:
-            _print(f"{found.files} files are as {found.signer} signed them")
+            print_line(f"{verified.files} files are as {verified.signer} signed them")
         if keys is None:
-            _print(f"words of the key: {words(found.key)}; compare them, or name a folder of accepted keys with --keys")
+            print_line(
+                f"words of the key: {words(verified.key)}; compare them, or name a folder of accepted keys with --keys"
+            )
     if differences:
         sys.exit(DIFFERENT)

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import errno
 import inspect
-import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, init, operate, preflight, reference, replay, report, run, search, tune
-from fedmq.cli.console import BAD_INPUT, bar, print_anything
+from fedmq.cli import audit, compare, init, operate, reference, report, run, search, tune
+from fedmq.cli.console import BAD_INPUT, print_anything
 from fedmq.cli.data import data_app
 from fedmq.cli.keys import keys_app, sign_command, verify_command
-from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.packages import __version__
 from fedmq.text import print_line, print_traceback
-
-if TYPE_CHECKING:
-    from fedmq.config.resolve import ResolvedRun
-    from fedmq.config.scenario import Scenario
 
 app = typer.Typer(
     name="fedmq",
@@ -67,12 +59,11 @@ def main() -> None:
         sys.exit(FAILED)
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            name = str(error.filename)
-            found = f"{name[:_SHOWN_NAME]}... ({len(name):,} characters)"
-            _fail(InputError("a path", found, "a shorter one, which the file system accepts"), BAD_INPUT)
+            name = f"{str(error.filename)[:_SHOWN_NAME]}..., which is too long"
+            _fail(InputError("a path", name, "a shorter one, which the file system accepts"), BAD_INPUT)
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            found = f"{error.strerror} at {error.filename or 'a connection'}"
-            _fail(RunError(f"{found}: raise `ulimit -n`, or LimitNOFILE= of systemd; what is on disk stays"), FAILED)
+            what = f"{error.strerror} at {error.filename or 'a connection'}"
+            _fail(RunError(f"{what}: raise `ulimit -n`, or LimitNOFILE= of systemd; what is on disk stays"), FAILED)
         if error.errno != errno.ENOSPC:
             raise
         # Drop unprinted output, so that the interpreter does not try to write it again when it exits.
@@ -81,34 +72,11 @@ def main() -> None:
 
 
 def _fail_usage(error: Any) -> NoReturn:
-    """Print a usage error as one line; a command without its arguments has shown its help."""
+    """Print a usage error in typer's words, as one line; a command without its arguments has shown its help."""
     path = error.ctx.command_path if error.ctx else "fedmq"
-    option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
-    given = _given(option)
-    if given is not None and isinstance(error, typer.BadParameter):
-        allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
-        _fail(InputError(option, given, allowed[:1].lower() + allowed[1:]), BAD_INPUT)
-    if (near := getattr(error, "possibilities", None)) and option_name(error):
-        error.possibilities = get_close_matches(option_name(error), near, cutoff=0.75)
     if text := error.format_message().strip():  # empty if the help has been shown
-        print_line(f"fedmq: {text.rstrip('.')}; see {path} --help", error=True)
+        print_line(f"fedmq: {' '.join(text.split()).rstrip('.')}; see {path} --help", error=True)
     sys.exit(BAD_INPUT)
-
-
-def option_name(error: Any) -> str:
-    """The unknown option of a usage error; empty if it is another error."""
-    return str(getattr(error, "option_name", ""))
-
-
-def _given(option: str) -> str | None:
-    """The last value given for an option, which is the one that counts."""
-    found = None
-    for word, following in itertools.zip_longest(sys.argv[1:], sys.argv[2:]):
-        if option.startswith("-") and word == option:
-            found = following
-        elif option.startswith("-") and word.startswith(f"{option}="):
-            found = str(word.partition("=")[2])
-    return found
 
 
 def _fail(error: FedmqError, code: int) -> NoReturn:
@@ -116,25 +84,6 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare(quiet: bool) -> Callable[[ResolvedRun], Path]:
-    from fedmq.launch import preparation  # noqa: PLC0415
-
-    return lambda run: preparation.prepare_population(run, None if quiet else bar())
-
-
-def _check_partition(scenario: Scenario, folder: Path) -> None:
-    """Refuse a partition that is impossible with the data in a folder; does not cluster, which takes seconds."""
-    from fedmq.federation.population import build_population  # noqa: PLC0415
-
-    partition = scenario.partition
-    clustered = partition.kind == "dir_clusters"
-    checked = partition.model_copy(update={"kind": "iid"}) if clustered else partition
-    samples = sum(map(len, build_population(scenario.model_copy(update={"partition": checked}), folder=folder).train))
-    if clustered and partition.clusters > samples:
-        raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the number of training samples")
-
-
-_ROOTS = compare.Roots(resolved_file, _prepare, _check_partition, run.until_stopped, warn)
 #: The groups of ``fedmq --help`` with their commands, both in order.
 _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "Start here": {
@@ -148,7 +97,7 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "losses": reference.losses_command,
     },
     "Operate": {
-        "preflight": preflight.preflight_command,
+        "preflight": operate.preflight_command,
         "coordinator": run.coordinator_command,
         "silo": run.silo_command,
         "evaluator": run.evaluator_command,
@@ -157,12 +106,17 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     },
     "Audit and look": {
         "audit": audit.audit_command,
-        "replay": replay.replay_command,
+        "replay": operate.replay_command,
         "sign": sign_command,
         "verify": verify_command,
         "curves": search.curves_command,
         "tsne": search.tsne_command,
         "export": search.export_command,
+    },
+    "Experiments": {
+        "compare": compare.compare_command,
+        "sweep": compare.sweep_command,
+        "tune": tune.tune_command,
     },
 }
 
@@ -171,9 +125,6 @@ def _add_commands() -> None:
     for group, commands in _COMMANDS.items():
         for name, command in commands.items():
             app.command(name, rich_help_panel=group)(command)
-    compare.add_compare(app, _ROOTS)
-    compare.add_sweep(app, _ROOTS)
-    tune.add_tune(app, _ROOTS)
     app.add_typer(keys_app, name="keys", rich_help_panel="Operate")
     app.add_typer(data_app, name="data", rich_help_panel="Start here")
 

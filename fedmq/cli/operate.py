@@ -1,9 +1,13 @@
-"""``fedmq status``: what a run is doing; ``fedmq prune``: remove what a finished run no longer needs."""
+"""``fedmq preflight``: checks before a silo joins; ``status``: what a run is doing; ``prune``: free space after it;
+``replay``: repeat it.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +16,45 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import err, out
-from fedmq.cli.options import AsJson, Run
-from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.console import bar, err, out, starting
+from fedmq.cli.options import (
+    AsJson,
+    Device,
+    File,
+    OwnConnect,
+    OwnKeys,
+    OwnPolicy,
+    ProcessOptions,
+    Run,
+    Seed,
+    Settings,
+    SiloName,
+    SiloOut,
+    SiteFile,
+    silo_arguments,
+)
+from fedmq.cli.scenarios import print_results, resolved, resolved_file
 from fedmq.errors import InputError
-from fedmq.text import counted, print_json, print_line, printable
+from fedmq.launch.interrupts import FAILED
+from fedmq.text import counted, print_json, print_line, printable, size_text
 
 if TYPE_CHECKING:
     from fedmq.runs.status import SiloStatus, StatusFile
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fedmq.cli.console import DIFFERENT
+from fedmq.cli.options import Quiet
+from fedmq.errors import RunError
+
+if TYPE_CHECKING:
+    from fedmq.audit.replay import Difference, Record
+    from fedmq.config.resolve import ResolvedRun
+    from fedmq.config.site import Site
+    from fedmq.storage.run_folder import RunFolder
 
 #: Interval of ``--watch`` [s].
 _WATCH_SECONDS = 2.0
@@ -64,7 +99,7 @@ def status_command(
     while True:
         status = read()
         if as_json:
-            shown = status.model_dump(mode="json", exclude={"coordinator": {"scenario"}})  # only to compare with
+            shown = status.model_dump(mode="json", exclude={"coordinator": {"scenario", "offer"}})  # for silos
             print_json(shown, indent=None if watch else 2)
         else:
             if watch and out.is_terminal:
@@ -87,13 +122,13 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
     if run is None:
         raise InputError("status", "no run", "a run folder, or --connect URI to query its coordinator")
     begun = run.is_dir() and ((run / "messages").is_dir() or not any(run.iterdir()))
+    problem = "no {} in it: the run has not started yet, or it ended before its silos had joined"
+    allowed = "a run that has started; --connect URI queries a coordinator before that"
     if begun and not (run / "scenario.yaml").exists():
-        found = "no scenario.yaml in it: the run has not started yet"
-        raise InputError(str(run), found, "a run folder whose coordinator has been started")
+        raise InputError(str(run), problem.format("scenario.yaml"), allowed)
     path = open_run(run).status
     if not path.exists():
-        found = "no status.json in it: the run has not started yet, or it ended before its silos had joined"
-        raise InputError(str(run), found, "a run that has started; --connect URI queries a coordinator before that")
+        raise InputError(str(run), problem.format("status.json"), allowed)
     from fedmq.runs.status import read_status  # noqa: PLC0415 - imports pydantic, which --help does without
 
     return lambda: read_status(path)
@@ -112,10 +147,10 @@ def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], St
 
     check_uri(uri, "--connect")
     if name is None:
-        names = [each for each in private_names(keys) if each != COORDINATOR]
+        names = [private for private in private_names(keys) if private != COORDINATOR]
         if len(names) != 1:
-            found = ", ".join(names) if names else f"no private key in {keys}"
-            raise InputError("--name", found, "the name of one key that the coordinator accepts")
+            known = ", ".join(names) if names else f"no private key in {keys}"
+            raise InputError("--name", known, "the name of one key that the coordinator accepts")
         name = names[0]
     identity, accepted = load_identity(keys, name), load_accepted(keys)
     from fedmq.runs.status import status_of  # noqa: PLC0415
@@ -131,23 +166,23 @@ def prune_command(run: Run, yes: Annotated[bool, typer.Option("--yes", help="Rem
 
     Example: [bold]fedmq prune runs/smoke --yes[/bold]
     """
-    from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     folder = open_run(run)
     import protocols  # noqa: PLC0415 - imports torch
+    from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
 
     scenario = resolved_file(folder.scenario, manual=True, adopt=False).scenario
     personalised = protocols.traits_of(scenario).personalised
     pruning = plan_pruning(folder, personalised=personalised)
-    size = f"{pruning.size / 1e6:.1f} MB"
+    size = size_text(pruning.size)
     if not pruning.paths:
         print_line(f"nothing to remove{f': {pruning.kept}' if pruning.kept else ''}")
         return
     if not yes and not typer.confirm(f"remove {len(pruning.paths)} checkpoints and states, {size}?", err=True):
         raise InputError("prune", "no", "yes, or --yes")
     prune(folder, pruning)
-    print_line(f"{size} freed ({pruning.size} bytes){f'; {pruning.kept}' if pruning.kept else ''}")
+    print_line(f"{size} freed{f'; {pruning.kept}' if pruning.kept else ''}")
 
 
 def _ago(at: str | None, now: datetime) -> str:
@@ -171,32 +206,32 @@ def _show(status: StatusFile, now: datetime) -> None:
     age = (now - datetime.fromisoformat(status.written)).total_seconds()
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
     text = f"{printable(status.run)}: {status.phase}, round {status.round} of {status.rounds}{loss}"
-    out.print(text, highlight=False, markup=False)
+    print_line(text)
     if status.error:
-        out.print(f"ended by: {printable(status.error)}", style="red", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"ended by: {printable(status.error)}", style="red", markup=False, soft_wrap=True)
     if measured := ", ".join(
         f"{metric_of(name).heading} {status.metrics[name]:.4f}" for name in BRIEF if name in status.metrics
     ):
         of = "" if status.metrics_round is None else f" (of round {status.metrics_round})"
-        out.print(f"metrics: {measured}{of}", highlight=False, markup=False)
+        print_line(f"metrics: {measured}{of}")
     if status.phase not in ENDED_PHASES and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
-        err.print(old, style="yellow", highlight=False)
+        err.print(old, style="yellow")
     refused = f", {_refused(status, now)}" if status.refused else ""
-    total = f"traffic: {status.up / 1e6:.1f} MB up, {status.down / 1e6:.1f} MB down{refused}"
-    out.print(total, highlight=False, markup=False, soft_wrap=True)
-    up, down = (Column(f"MB {way}", justify="right", no_wrap=True) for way in ("up", "down"))
+    total = f"traffic: {size_text(status.up)} up, {size_text(status.down)} down{refused}"
+    print_line(total)
+    up, down = (Column(way, justify="right", no_wrap=True) for way in ("up", "down"))
     table = Table(Column("silo", overflow="fold"), "phase", "last message", "task", up, down)
     peers = {**status.silos, **({} if status.evaluator is None else {EVALUATOR: status.evaluator})}
     for name, silo in sorted(peers.items()):
         bad = silo.phase in (SiloPhase.OVERDUE, SiloPhase.LOST, SiloPhase.GIVEN_UP)
         style = "red" if bad else None
-        traffic = (f"{silo.up / 1e6:.1f}", f"{silo.down / 1e6:.1f}")
+        traffic = map(size_text, (silo.up, silo.down))
         table.add_row(escape(name), silo.phase.value, _ago(silo.heard, now), _task(silo), *traffic, style=style)
     out.print(table)
     for name, silo in sorted(peers.items()):
         if silo.error:
-            out.print(f"{name}, last error: {printable(silo.error)}", highlight=False, markup=False, soft_wrap=True)
+            print_line(f"{name}, last error: {printable(silo.error)}")
 
 
 def _refused(status: StatusFile, now: datetime) -> str:
@@ -211,3 +246,168 @@ def _task(silo: SiloStatus) -> str:
     if silo.task_seconds is None:
         return "-"
     return f"{silo.task_seconds:.0f} s" + ("" if silo.limit is None else f" of {silo.limit:.0f}")
+
+
+def preflight_command(
+    file: File,
+    name: SiloName = None,
+    keys: OwnKeys = None,
+    connect: OwnConnect = None,
+    device: Device = None,
+    site: SiteFile = None,
+    out_dir: SiloOut = None,
+    policy: OwnPolicy = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that a silo can join a run; takes the options with which the silo will be started.
+
+    It checks that the keys exist and the coordinator accepts them, that the coordinator runs this scenario with
+    these versions, that the data can be read and fit those of the other sites, that the policy allows what the
+    silo has to send, and that disk and memory are large enough. It times a training step and discards the result.
+    Only the cache of features is written, and nothing about the data is sent. The exit code is 1 if a check
+    failed; the last column says how to fix it.
+
+    Example: [bold]fedmq preflight scenarios/smoke.yaml --name silo-00 --keys keys[/bold]
+
+    Example: [bold]fedmq preflight own.yaml --site silo.yaml[/bold]
+    """
+    starting(quiet=as_json)
+    from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
+
+    run = resolved(read(file, settings or (), seed), manual=True)
+    from fedmq.federation.preflight import Verdict  # noqa: PLC0415
+    from fedmq.launch import preflight  # noqa: PLC0415 - imports torch
+
+    silo = silo_arguments(run, site, policy, ProcessOptions(name, keys, connect, device, out_dir))
+    results = preflight.preflight(
+        preflight.Program.PREFLIGHT, preflight.Starting(run, silo, None if as_json else bar())
+    )
+    if as_json:
+        made = [*results]
+        print_json([asdict(result) for result in made])
+        failed = any(result.verdict is Verdict.FAILED for result in made)
+    else:
+        failed = print_results(results, out)
+    if failed:
+        sys.exit(FAILED)
+
+
+def replay_command(
+    run: Run,
+    site: Annotated[
+        list[Path] | None,
+        typer.Option("--site", metavar="FILE", help="Site file with a silo's data; repeat it for each site."),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Repeat a run, including its faults, and compare the two event by event.
+
+    If they differ, the first difference is printed and the exit code is 3. A run of sites with their own data needs
+    the data of all sites, with the digests that the sites stated.
+
+    Example: [bold]fedmq replay runs/smoke[/bold]
+    """
+    from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
+    from fedmq.launch import forkserver  # noqa: PLC0415
+    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+    folder = open_run(run)
+    source = read(folder.scenario)
+    if source.scenario.launcher != "inline":
+        forkserver.warm_up(source.scenario.backbone.name)
+    from fedmq.audit import replay  # noqa: PLC0415
+    from fedmq.runs import results  # noqa: PLC0415
+
+    resolved_run = resolved(source, adopt=False)
+    replay.require_repeatable(resolved_run.scenario, folder)
+    sites = _sites(resolved_run, folder, site or [], quiet=quiet)
+    before = replay.read_record(folder)
+    after = _repeat(resolved_run, folder.root.name, before.resumed, sites, quiet=quiet)
+    if after is None:
+        err.print("stopped before the end, nothing was compared; repeat the command to compare")
+        sys.exit(FAILED)
+    difference = replay.first_difference(before, after)
+    otherwise = results.made_otherwise([before.made_with, after.made_with])
+    if as_json:
+        result = {
+            "same": difference is None,
+            "events": len(before.events),
+            "difference": None if difference is None else vars(difference),
+            "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
+        }
+        print_json(result)
+    else:
+        _show_difference(before, difference, otherwise)
+    if difference is not None:
+        sys.exit(DIFFERENT)
+
+
+def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:
+    """The sites of a run whose sites have their own data; None for a simulated partition.
+
+    Raises:
+        InputError: their data are not on this machine, or site files are given for a run that has all data.
+    """
+    if run.scenario.data is not None:
+        if files:
+            raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
+        return None
+    from fedmq.audit.replay import sites_of  # noqa: PLC0415
+
+    return sites_of(run, folder, files, None if quiet else bar())
+
+
+def _repeat(
+    run: ResolvedRun, name: str, resumed: int, sites: Mapping[str, Site] | None, *, quiet: bool
+) -> Record | None:
+    """Repeat a run in a temporary folder; None if it was stopped before its end.
+
+    Args:
+        run: the run.
+        name: name of the run's folder.
+        resumed: how often the run was resumed.
+        sites: the sites by name, if they have their own data.
+        quiet: show no progress.
+    """
+    from fedmq.audit import replay  # noqa: PLC0415
+    from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.launch import preparation, supervisor  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
+
+    if sites is not None:
+        run = replace(run, scenario=run.scenario.model_copy(update={"launcher": "local"}))
+    inline = run.scenario.launcher == "inline"
+    prepare = preparation.population_here if inline else preparation.prepare_population
+    data = None if sites is not None else prepare(run, None if quiet else bar())
+    launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, sites=sites)
+    with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:
+        again: RunFolder = RunFolder(Path(place) / name)
+        again.root.mkdir()
+        write_text(again.scenario, run.scenario.dump())
+        with terminal.display(run.scenario, err, quiet=quiet) as status:
+            for left in reversed(range(resumed + 1)):
+                try:
+                    simulated = launch(run, again, resume=left < resumed, status=status, data=data)
+                    break
+                except RunError:
+                    # A scripted full disk stopped the run, and it was resumed.
+                    if not left:
+                        raise
+        if (summary := simulated.outcome.summary) is None:
+            return None
+        write_json(again.summary, summary.plain())
+        return replay.read_record(again)
+
+
+def _show_difference(before: Record, difference: Difference | None, otherwise: Mapping[str, tuple[str, ...]]) -> None:
+    if difference is None:
+        verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
+        out.print(verdict, style="green")
+        return
+    print_line(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
+    if otherwise:
+        print_line("The environments differ, which alone can change the last bits of a model:")
+        print_line("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedmq.errors import InputError
-from fedmq.storage.cache import use_cache
-from fedmq.storage.logs import LogFormat, LogLevel
+from fedmq.storage.logs import LogFormat, LogLevel, LogOptions
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.site import Site
-
-#: Makes a progress line, a function of (what, done, total).
-Bar = Callable[[], Callable[[str, int, int], None]]
+    from silos.tasks import SiloArguments
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
 #: Of the commands that start a run or resume one, whose scenario is in its folder.
@@ -94,6 +90,39 @@ SiteFile = Annotated[
 ]
 
 
+OwnPolicy = Annotated[
+    Path | None,
+    typer.Option("--policy", metavar="FILE", help="Policy (YAML); the silo does not send what it forbids."),
+]
+SiloOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Folder for its log and personal state, of --site one per run in it; runs/<name>-<silo> by default.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """Options of the command line with which a silo or the evaluator is started, each None if it is not given.
+
+    Args:
+        name: the process's name.
+        keys: folder of its keys.
+        connect: address of the coordinator.
+        device: its device.
+        out: folder for its log and state.
+    """
+
+    name: str | None
+    keys: Path | None
+    connect: str | None
+    device: str | None
+    out: Path | None
+
+
 @dataclass(frozen=True)
 class Whereabouts:
     """How a silo or the evaluator is started.
@@ -104,7 +133,7 @@ class Whereabouts:
         keys: folder of its keys.
         connect: address of the coordinator.
         device: None for the scenario's.
-        out: folder for its log and state.
+        out: folder for its log and state of this run.
     """
 
     site: Site | None
@@ -114,40 +143,58 @@ class Whereabouts:
     device: str | None
     out: Path
 
+    @classmethod
+    def of(cls, run: ResolvedRun, site_file: Path | None, given: ProcessOptions) -> Whereabouts:
+        """Options of the command line, else the keys of the site file, else defaults.
 
-def whereabouts(
-    run: ResolvedRun,
-    site_file: Path | None,
-    *,
-    name: str | None,
-    keys: Path | None,
-    connect: str | None,
-    device: str | None,
-    out: Path | None,
-) -> Whereabouts:
-    """Options of the command line, else the keys of the site file, else defaults.
+        Args:
+            run: the run.
+            site_file: the site file; None without one.
+            given: the options.
 
-    Raises:
-        InputError: the site file is invalid or does not fit the scenario, or a name or the keys are missing.
+        Raises:
+            InputError: the site file is invalid or does not fit the scenario, or a name or the keys are missing.
+        """
+        from fedmq.config.site import Site, read_site  # noqa: PLC0415 - --help does without
+        from fedmq.storage.cache import use_cache  # noqa: PLC0415
+        from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+
+        site = Site() if site_file is None else read_site(site_file)
+        if site_file is not None:
+            check_fit(run, site)
+            use_cache(site.cache)
+        name, keys = given.name or site.name, given.keys or site.keys
+        if name is None:
+            raise InputError("--name", "nothing", "silo-00, silo-01, ..., here or as name in the site file")
+        if keys is None:
+            raise InputError("--keys", "nothing", "a folder of keys, here or as keys in the site file")
+        connect = given.connect or site.connect or CONNECT
+        check_uri(connect, site.place("connect") if connect == site.connect else "--connect")
+        out = given.out or site.out or Path("runs") / f"{run.scenario.name}-{name}"
+        if site_file is None:
+            return cls(None, name, keys, connect, given.device, out)
+        # A site takes part in one run after the other with the same site file.
+        return cls(site, name, keys, connect, given.device or site.device, out / run.id)
+
+
+def silo_arguments(
+    run: ResolvedRun, site_file: Path | None, policy: Path | None, given: ProcessOptions, logs: LogOptions | None = None
+) -> SiloArguments:
+    """What a silo is started with, by its command or by the checks before it.
+
+    Args:
+        run: the run.
+        site_file: the site file; None without one.
+        policy: policy file; None for that of the site file.
+        given: options of the command line.
+        logs: the log for operators.
     """
-    from fedmq.config.site import read_site  # noqa: PLC0415 - --help does without
-    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
+    here = Whereabouts.of(run, site_file, given)
+    from silos.tasks import SiloArguments  # noqa: PLC0415 - imports torch
 
-    site = None if site_file is None else read_site(site_file)
-    if site is not None:
-        check_fit(run, site)
-        use_cache(site.cache)
-    name = name or (site.name if site else None)
-    if name is None:
-        raise InputError("--name", "nothing", "silo-00, silo-01, ..., here or as name in the site file")
-    folder = keys or (site.keys if site else None)
-    if folder is None:
-        raise InputError("--keys", "nothing", "a folder of keys, here or as keys in the site file")
-    address = connect or (site.connect if site else None) or CONNECT
-    given = site is not None and connect is None and site.connect is not None
-    check_uri(address, site.place("connect") if site is not None and given else "--connect")
-    chosen = out or (site.out if site else None) or Path("runs") / f"{run.scenario.name}-{name}"
-    return Whereabouts(site, name, folder, address, device or (site.device if site else None), chosen)
+    rules = policy or (None if here.site is None else here.site.policy)
+    place = (here.name, here.connect, here.keys, here.out, here.device)
+    return SiloArguments(run, *place, site=here.site, policy=rules, logs=logs)
 
 
 def check_fit(run: ResolvedRun, site: Site) -> None:
@@ -168,6 +215,6 @@ def check_fit(run: ResolvedRun, site: Site) -> None:
         return
     for key in ("data", "modalities"):
         if getattr(site, key) is not None:
-            found = f"{key} with partition.kind {run.scenario.partition.kind}"
+            given = f"{key} with partition.kind {run.scenario.partition.kind}"
             allowed = f"no {key}: only with partition.kind own, as the scenario has the data of all silos"
-            raise InputError(site.place(key), found, allowed)
+            raise InputError(site.place(key), given, allowed)

@@ -99,19 +99,19 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
         print_json(facts)
         return
     for name, (summary, keys) in chosen.items():
-        out.print(f"[bold]{name}[/bold]  {escape(summary)}", highlight=False)
+        out.print(f"[bold]{name}[/bold]  {escape(summary)}")
         if named:
             table = Table("option", "values", "default", "meaning")
             for key in keys:
                 table.add_row(*(escape(cell) for cell in (key.name, key.values, key.default, key.meaning)))
             out.print(table)
         else:
-            out.print("    " + ", ".join(f"{key.name}: {key.default}" for key in keys), highlight=False, style="dim")
+            out.print("    " + ", ".join(f"{key.name}: {key.default}" for key in keys), style="dim")
     if not named:
-        out.print(f"see fedmq {command} NAME for the meaning of its options", highlight=False)
+        out.print(f"see fedmq {command} NAME for the meaning of its options")
 
 
-#: Kinds of files; those of ``fedmq.experiments.spec_file.FileKind``, whose import takes too long for --help.
+#: Kinds of files; those of ``fedmq.experiments.files.FileKind``, whose import takes too long for --help.
 KINDS = ("scenario", "site", "comparison", "tuning")
 
 _Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.", show_default=False)]
@@ -124,7 +124,7 @@ def schema_command(kind: _Kind) -> None:
 
     Example: [bold]fedmq schema scenario[/bold]
     """
-    from fedmq.experiments.spec_file import FileKind, schema_of  # noqa: PLC0415
+    from fedmq.experiments.files import FileKind, schema_of  # noqa: PLC0415
 
     if kind not in KINDS:
         raise InputError("KIND", kind, one_of(kind, KINDS))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shlex
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, starting
+from fedmq.cli.console import (
+    bar,
+    continued_by_repeating,
+    continued_by_the_same_command,
+    err,
+    exit_stopped,
+    starting,
+    until_stopped,
+)
 from fedmq.cli.options import (
     AsJson,
     CheckOnly,
@@ -30,27 +37,29 @@ from fedmq.cli.options import (
     NewFile,
     OwnConnect,
     OwnKeys,
+    OwnPolicy,
+    ProcessOptions,
     Quiet,
     Resume,
     RunOut,
     Seed,
     Settings,
     SiloName,
+    SiloOut,
     SiteFile,
     StopSilos,
-    whereabouts,
+    Whereabouts,
+    silo_arguments,
 )
-from fedmq.cli.report import Live, LivePort, complete_report, live_page
-from fedmq.cli.scenarios import check_here, explain, quick_imports, read_here, resolved, resolved_file
+from fedmq.cli.report import Live, LivePort, live_page
+from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
-from fedmq.launch.interrupts import say_stopping
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
-from fedmq.text import printable
+from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
-    from fedmq.launch.supervisor import Simulated
     from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
@@ -85,7 +94,8 @@ def scenario_command(
     from fedmq.launch import forkserver  # noqa: PLC0415
 
     starting(quiet=quiet)
-    logs = _logs_of_a_scenario(log_level, log_file, log_format)
+    console = log_file is None  # otherwise only to the file, so that the display stays readable
+    logs = None if log_level is None and console else _logs_of(log_level, log_file, log_format, console=console)
     file = _file_of(file, resume, extend, out_dir)
     source = read_here(file, settings, seed) if resume is None else read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
@@ -97,44 +107,35 @@ def scenario_command(
         forkserver.warm_up(source.scenario.backbone.name)
     with quick_imports():
         from fedmq.cli import terminal  # noqa: PLC0415
-        from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
-        from fedmq.launch import supervisor  # noqa: F401, PLC0415
+        from fedmq.launch import supervisor  # noqa: PLC0415
 
     run = resolved(source)
-    check_here(run, device=True)
-    new = out_dir is None or not out_dir.expanduser().exists()
+    refuse_start("SCENARIO", run)
+    new = resume is None and (out_dir is None or not out_dir.expanduser().exists())
     folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
     run = _with_rounds(run, extend)
-    data = _prepared(run, folder.root if resume is None and new else None, inline=inline, quiet=quiet)
+    data = _prepared(run, folder.root if new else None, inline=inline, quiet=quiet)
     command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
     if resume is None or extend is not None:
         _begin(folder, run.scenario, extended=extend is not None)
     with _tracked(run, folder):
         with live_page(folder, run, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
-            simulated = _launcher(inline=inline)(
-                run, folder, resume=resume is not None, status=status, data=data, logs=logs
-            )
+            processes = partial(supervisor.simulate, began=_BEGAN, notice=_notice)
+            launch = supervisor.simulate_inline if inline else processes
+            simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
         if simulated.outcome.summary is None:
             exit_stopped(command)
-        summary = _complete(folder, simulated.outcome.summary, simulated, quiet=quiet)
-    print_outcome(summary, folder, command, as_json=as_json)
+        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
+        _write_results(folder, summary, quiet=quiet)
+    terminal.print_outcome(summary, folder, command, as_json=as_json)
 
 
-def _launcher(*, inline: bool) -> Callable[..., Simulated]:
-    from fedmq.launch import supervisor  # noqa: PLC0415
-
-    return supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN, notice=_notice)
-
-
-def _complete(folder: RunFolder, found: RunSummary, simulated: Simulated, *, quiet: bool) -> RunSummary:
-    """Write the summary and the report of a finished run; returns the summary with times and memory."""
-    from fedmq.launch import supervisor  # noqa: PLC0415
+def _write_results(folder: RunFolder, summary: RunSummary, *, quiet: bool) -> None:
+    from fedmq.api.results import write_report  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
-    summary = supervisor.finish_summary(found, simulated)
     write_json(folder.summary, summary.plain())
-    complete_report(folder, None if quiet else bar())
-    return summary
+    write_report(folder, None if quiet else bar())
 
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
@@ -144,18 +145,9 @@ def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextM
     return tracking(run, folder, _notice)
 
 
-def _logs_of_a_scenario(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions | None:
-    """Processes of a scenario log only on request: to the file if there is one, so that the display stays readable."""
-    if level is None and file is None:
-        return None
-    logs = LogOptions(level or LogLevel.INFO, file, format_, console=file is None)
-    logs.check()
-    return logs
-
-
-def _logs_of_a_program(level: LogLevel | None, file: Path | None, format_: LogFormat) -> LogOptions:
+def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, console: bool = True) -> LogOptions:
     """A manually launched program logs to standard error, and to the file if there is one."""
-    logs = LogOptions(level or LogLevel.INFO, file, format_)
+    logs = LogOptions(level or LogLevel.INFO, file, format_, console)
     logs.check()
     return logs
 
@@ -175,13 +167,14 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
     prepare = preparation.population_here if inline else preparation.prepare_population
     with continued_by_repeating(), _removed_if_refused(created):
         data = prepare(run, None if quiet else bar())
-    for line in open_prepared(data).warnings:
-        err.print(f"data: {printable(line)}", highlight=False, soft_wrap=True, markup=False)
+    prepared = open_prepared(data)
+    for line in (*(() if quiet else prepared.notes), *prepared.warnings):
+        print_line(f"data: {printable(line)}", error=True)
     return data
 
 
 def _notice(text: str) -> None:
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    err.print(text, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -286,8 +279,8 @@ def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> 
             with folder.scenario.open("x", encoding="utf-8") as file:
                 file.write(scenario.dump())
         except FileExistsError:
-            found = "a folder that another run has taken in the meantime"
-            raise InputError(f"--out {folder.root}", found, "a new folder") from None
+            taken = "a folder that another run has taken in the meantime"
+            raise InputError(f"--out {folder.root}", taken, "a new folder") from None
 
 
 def _inline(file: Path, scenario: Scenario) -> bool:
@@ -303,25 +296,6 @@ def _inline(file: Path, scenario: Scenario) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- manually launched programs
-def until_stopped(resume: str = "the same command") -> Callable[[], bool]:
-    """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
-
-    Args:
-        resume: the options that continue the run, for the message.
-    """
-    caught: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        say_stopping(resume)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-    return lambda: bool(caught)
-
-
 def coordinator_command(
     keys: Keys,
     file: NewFile = None,
@@ -346,49 +320,53 @@ def coordinator_command(
     Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --out runs/manual[/bold]
     """
     starting()
-    from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
+    run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
+    from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415 - imports torch
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.cli.terminal import exit_stopped, print_outcome  # noqa: PLC0415
-    from fedmq.federation.population import build_population  # noqa: PLC0415
+    from fedmq.launch.preparation import population_here  # noqa: PLC0415
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
-    run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
     if resume is None:
         folder = _manual_run_folder(run.scenario, out_dir)
     else:
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
     scenario = run.scenario
-    check_here(run, device=False)
-    data = None if scenario.data is None else build_population(scenario, bar()).prepared.folder
+    refuse_start("COORDINATOR", run)
+    data = None if scenario.data is None else population_here(run, bar())
     if extend is not None:
         begin_extension(folder, scenario)
     command = shlex.join(["fedmq", "coordinator", "--resume", str(folder.root), "--keys", str(keys), "--bind", bind])
     # On a terminal the live display shows what happens: only warnings are printed above it.
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
-    logs = _logs_of_a_program(level, log_file, log_format)
+    logs = _logs_of(level, log_file, log_format)
     arguments = CoordinatorArguments(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
     )
-    stop = until_stopped(command)
-    with _tracked(run, folder), _on_full_disk(command):
+    stop = until_stopped(partial(_continuing, folder, command))
+    with _tracked(run, folder), _on_full_disk(folder, command):
         with terminal.display(scenario, err, quiet=False, line=open_log(logs, COORDINATOR).info) as status:
             outcome = run_coordinator(arguments, status=status, stop_wanted=stop)
         if outcome.summary is None:
-            exit_stopped(command, "" if stop_silos else " (silos and evaluator wait)")
-    print_outcome(outcome.summary, folder, command)
+            exit_stopped(_continuing(folder, command), "" if stop_silos else " (silos and evaluator wait)")
+    terminal.print_outcome(outcome.summary, folder, command)
+
+
+def _continuing(folder: RunFolder, command: str) -> str:
+    """What continues a stopped run; one that has not begun has no folder yet."""
+    return command if folder.scenario.is_file() else "the same command"
 
 
 @contextlib.contextmanager
-def _on_full_disk(resume: str) -> Iterator[None]:
-    """Add the command that continues the run to the error of a disk that is full, not to that of a deleted log."""
+def _on_full_disk(folder: RunFolder, resume: str) -> Iterator[None]:
+    """Add the command that continues an unfinished run to the error of a full disk, not to that of a deleted log."""
     try:
         yield
     except DiskError as error:
-        if error.__cause__ is None:
+        if error.__cause__ is None or folder.summary.is_file():
             raise
         raise DiskError(f"{error}; free space, then: {resume}") from error
 
@@ -412,43 +390,61 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
 
 
 def silo_command(
-    file: File,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A scenario (YAML); none with --stay.", show_default=False)
+    ] = None,
     name: SiloName = None,
     keys: OwnKeys = None,
     connect: OwnConnect = None,
     device: Device = None,
     site: SiteFile = None,
-    out_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Folder for its log and personal state; runs/<name>-<silo> by default."
-        ),
-    ] = None,
-    policy: Annotated[
-        Path | None,
-        typer.Option("--policy", metavar="FILE", help="Policy (YAML); this silo does not send what it forbids."),
-    ] = None,
+    out_dir: SiloOut = None,
+    policy: OwnPolicy = None,
     settings: Settings = None,
     seed: Seed = None,
     log_level: LogLevelOption = None,
     log_file: LogFile = None,
     log_format: LogFormatOption = LogFormat.CONSOLE,
+    standing: Annotated[
+        bool, typer.Option("--stay", help="With --site: take part in one run after the other, each with its scenario.")
+    ] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept", metavar="SHA256", help="With --stay: accept this scenario, or with 'policy' all that it allows."
+        ),
+    ] = None,
 ) -> None:
     """Run one silo; it waits for the coordinator and reconnects when the coordinator restarts.
 
+    With --stay it takes part in one run after the other. A scenario that the site has not accepted yet is shown, and
+    accepted on the terminal or with --accept.
+
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
+
+    Example: [bold]fedmq silo --site silo.yaml --stay[/bold]
     """
     starting()
-    from silos.program import run_silo  # noqa: PLC0415
-    from silos.tasks import SiloArguments  # noqa: PLC0415
+    logs, given = _logs_of(log_level, log_file, log_format), ProcessOptions(name, keys, connect, device, out_dir)
+    if standing:
+        if site is None or file is not None or settings or seed is not None:
+            raise InputError("--stay", "a scenario, or no site file", "--site FILE alone: each run brings its scenario")
+        from fedmq.cli.stay import stay  # noqa: PLC0415 - imports torch
+        from fedmq.config.site import read_site  # noqa: PLC0415
 
+        with continued_by_the_same_command():
+            stay(read_site(site), given, accept or (), policy, logs)
+    if accept:
+        raise InputError("--accept", accept[0], "with --stay only")
+    if file is None:
+        raise InputError("FILE", "no scenario", "a scenario (YAML), or --site FILE --stay")
     run = resolved_file(file, settings, seed, manual=True)
-    here = whereabouts(run, site, name=name, keys=keys, connect=connect, device=device, out=out_dir)
-    place = (here.name, here.connect, here.keys, here.out, here.device)
-    logs = _logs_of_a_program(log_level, log_file, log_format)
-    rules = policy or (None if here.site is None else here.site.policy)
+    silo = silo_arguments(run, site, policy, given, logs)
+    refuse_start("SILO", run, silo)
+    from silos.program import run_silo  # noqa: PLC0415 - imports torch
+
     with continued_by_the_same_command():
-        run_silo(SiloArguments(run, *place, site=here.site, policy=rules, logs=logs))
+        run_silo(silo)
 
 
 def evaluator_command(
@@ -471,12 +467,14 @@ def evaluator_command(
     Example: [bold]fedmq evaluator scenarios/smoke.yaml --keys keys --connect tcp://127.0.0.1:5555[/bold]
     """
     starting()
-    from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415
+    run = resolved_file(file, settings, seed, manual=True)
+    from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415 - imports torch
     from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
-    run = resolved_file(file, settings, seed, manual=True)
-    here = whereabouts(run, site, name=EVALUATOR, keys=keys, connect=connect, device=device, out=out_dir)
+    here = Whereabouts.of(run, site, ProcessOptions(EVALUATOR, keys, connect, device, out_dir))
     place = (here.connect, here.keys, here.out, here.device)
-    logs = _logs_of_a_program(log_level, log_file, log_format)
+    logs = _logs_of(log_level, log_file, log_format)
+    evaluator = EvaluatorArguments(run, *place, site=here.site, logs=logs)
+    refuse_start("EVALUATOR", run, evaluator)
     with continued_by_the_same_command():
-        run_evaluator(EvaluatorArguments(run, *place, site=here.site, logs=logs))
+        run_evaluator(evaluator)

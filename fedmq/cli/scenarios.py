@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 
-from fedmq.cli.console import bar, err
+from fedmq.cli.console import BAD_INPUT, bar, err
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun, Source
+    from fedmq.evaluation.program import EvaluatorArguments
+    from fedmq.federation.preflight import Result
+    from silos.tasks import SiloArguments
 
 
 @contextlib.contextmanager
@@ -52,19 +57,8 @@ def resolved_file(
     """Like :func:`resolved`, for a file with settings and a seed."""
     from fedmq.config.resolve import read  # noqa: PLC0415
 
-    elsewhere = manual or not adopt
-    source = read(file, settings or (), seed) if elsewhere else read_here(file, settings, seed)
+    source = read_here(file, settings, seed) if adopt else read(file, settings or (), seed)
     return resolved(source, manual=manual, adopt=adopt)
-
-
-def plug_in_names() -> dict[str, tuple[str, ...]]:
-    """Names of the methods and objectives, by the scenario key that selects one; loads neither them nor torch."""
-    from fedmq.config.plug_ins import names_found  # noqa: PLC0415
-
-    return {
-        "protocol.name": names_found("protocols", "fedmq.protocols"),
-        "objective.base": names_found("protocols.objectives", "fedmq.objectives"),
-    }
 
 
 def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
@@ -73,43 +67,64 @@ def read_here(file: Path, settings: list[str] | None = None, seed: int | None = 
     from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415
 
     source = read(file, settings or (), seed)
-    refuse_scenario(source, plug_in_names())
+    refuse_scenario(source)
     return source
 
 
 def warn(runs: Iterable[ResolvedRun]) -> None:
     """Print which settings of the runs have no effect."""
     for line in dict.fromkeys(line for run in runs for line in run.warnings):
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
 
 
-def check_here(run: ResolvedRun, *, device: bool) -> None:
-    """Refuse what this machine lacks, and warn of settings without effect.
+def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:
+    """Make the checks of a program that starts, and warn of settings without effect.
 
     Args:
+        program: name of the program in :class:`fedmq.launch.preflight.Program`.
         run: the run.
-        device: also check its device.
+        peer: the arguments of the silo or of the evaluator.
 
     Raises:
-        InputError: there is no such device, or a tracker's package is missing.
+        FedmqError: the first problem.
     """
-    from fedmq.federation.population import device_of  # noqa: PLC0415
-    from fedmq.runs import trackers  # noqa: PLC0415
+    from fedmq.launch import preflight  # noqa: PLC0415
 
-    trackers.check(run.scenario.track)
-    if device:
-        device_of(run.scenario.device)
-    warn([run])
+    preflight.refuse_start(preflight.Program[program], preflight.Starting(run, peer))
+    if peer is None:
+        warn([run])
 
 
 def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
-    """Print what a run would do and take; as JSON only the estimates."""
-    from fedmq.launch import estimates  # noqa: PLC0415
+    """Make all checks before a run, and print what it would do and take; as JSON only the estimates."""
+    from fedmq.launch import estimates, preflight  # noqa: PLC0415
 
-    check_here(run, device=True)
     progress = None if quiet else bar()
+    results = [*preflight.preflight(preflight.Program.CHECK, preflight.Starting(run, progress=progress))]
+    warn([run])
+    if print_results(results, err):
+        sys.exit(BAD_INPUT)
     if as_json:
         print_json(estimates.estimates(run, progress))
         return
     for line in estimates.explain(run, progress):
         print_line(printable(line))
+
+
+_STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "warning": "yellow", "failed": "red"}
+
+
+def print_results(results: Iterable[Result], console: Console) -> bool:
+    """Print a table of checks, their results and how to fix a problem; returns whether there is one."""
+    from rich.table import Table  # noqa: PLC0415 - only where it is shown
+
+    table, made = Table(box=None, padding=(0, 2, 0, 0)), list(results)
+    for head in ("check", "result", "how to fix"):
+        table.add_column(head, overflow="fold")
+    for result in made:
+        verdict = f"[{_STYLES[result.verdict]}]{result.verdict}[/]"
+        detail = f"{verdict}: {escape(printable(result.detail))}"
+        table.add_row(result.name, detail, escape(result.fix) if result.verdict == "failed" else "")
+    if made:
+        console.print(table)
+    return any(result.verdict == "failed" for result in made)

@@ -17,8 +17,7 @@ from rich.table import Column, Table
 from fedmq.cli.console import bar, err, out, writes_unicode
 from fedmq.cli.options import AsJson, Device, Run
 from fedmq.errors import InputError
-from fedmq.storage.cache import use_cache
-from fedmq.text import print_json, printable, printable_lines
+from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.retrieval.gallery import Gallery
@@ -93,6 +92,7 @@ def _released(
 def _adopt_site(file: Path) -> str | None:
     """Use the cache that a site file names; returns the name of its silo, if it has one."""
     from fedmq.config.site import read_site  # noqa: PLC0415
+    from fedmq.storage.cache import use_cache  # noqa: PLC0415
 
     site = read_site(file)
     use_cache(site.cache)
@@ -105,10 +105,14 @@ def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) ->
     Raises:
         InputError: several runs with a site file, whose state is that of one run; or they are not found.
     """
-    from fedmq.runs import tables  # noqa: PLC0415
+    from fedmq.storage.run_folder import require_folder  # noqa: PLC0415
 
     if site is not None and len(runs) > 1:
         raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
+    for run in runs:
+        require_folder(run)
+    from fedmq.runs import tables  # noqa: PLC0415
+
     name = None if site is None else _adopt_site(site)
     return tables.named(runs, silo or name)
 
@@ -170,21 +174,21 @@ def search_command(
     query = search.Query(text, image, item, None if side is None else side.value)
     show = bar()
     model = _released(run, device, silo, site, show)
-    found = search.find(
+    result = search.find(
         model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
     )
     if as_json:
-        measure = "distance" if found.gallery.binary else "cosine"
-        facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
-        results = [dataclasses.asdict(hit) for hit in found.hits]
+        measure = "distance" if result.gallery.binary else "cosine"
+        facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}
+        results = [dataclasses.asdict(hit) for hit in result.hits]
         print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
         return
-    out.print(hits_table(found.hits, binary=found.gallery.binary))
+    out.print(hits_table(result.hits, binary=result.gallery.binary))
 
 
 def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
     """Refuse an invalid query, image or run before torch is loaded."""
-    given = sum(each is not None for each in (text, image, item))
+    given = sum(query is not None for query in (text, image, item))
     if given != 1:
         raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
     if not run.is_dir():
@@ -225,7 +229,7 @@ def export_command(
     """Encode a gallery with a released model, or export the model itself, to ONNX or for the Hugging Face Hub.
 
     RUN is the folder of a finished run, or of its model alone, which needs --gallery DIR. A gallery holds
-    embeddings or packed hash codes (.npz), and faiss indexes if it has 10,000 items or more.
+    embeddings or packed hash codes (.npy).
 
     Example: [bold]fedmq export runs/smoke --gallery photos[/bold]
 
@@ -254,21 +258,16 @@ def _print_gallery(gallery: Gallery, *, as_json: bool) -> None:
         print_json({"folder": str(gallery.folder), "files": files, **facts}, indent=None)
         return
     size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
-    out.print(
-        f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    print_line(f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}")
 
 
-def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | None, *, as_json: bool) -> None:
+def _export_model(released: Release | ModelFolder, onnx: Path | None, hub: Path | None, *, as_json: bool) -> None:
     """Export the shared model; the folder for the Hub first, so that the ONNX files may lie in it."""
     from fedmq.retrieval import model_export  # noqa: PLC0415
     from fedmq.retrieval.released_model import Release  # noqa: PLC0415
-    from fedmq.runs.model_card import onnx_contents  # noqa: PLC0415
+    from fedmq.runs.release import onnx_contents  # noqa: PLC0415
 
-    files = found.files if isinstance(found, Release) else found
+    files = released.files if isinstance(released, Release) else released
     facts: dict[str, object] = {}
     if hub is not None:
         names = model_export.export_hub(files, hub)
@@ -285,21 +284,19 @@ def _export_model(found: Release | ModelFolder, onnx: Path | None, hub: Path | N
     if onnx is not None:
         lines += [f"{tower.path}: differs from the model by at most {tower.difference:.1g}" for tower in towers]
         lines.append(contents)
-    out.print(printable_lines("\n".join(lines)), highlight=False, markup=False, soft_wrap=True)
+    print_line("\n".join(lines))
 
 
 def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:
     """The models of each row; rows of a comparison without such a model are left out, with a message."""
     models: list[tuple[str, list[Release]]] = []
-    for each in rows:
+    for row in rows:
         try:
-            models.append((each.name, [opened(run) for run in each.folders]))
+            models.append((row.name, [opened(run) for run in row.folders]))
         except InputError as error:
-            if each.comparison is None or (each is rows[-1] and not models):
+            if row.comparison is None or (row is rows[-1] and not models):
                 raise
-            err.print(
-                f"[yellow]left out[/yellow] {escape(each.name)}: {escape(str(error))}", highlight=False, soft_wrap=True
-            )
+            err.print(f"[yellow]left out[/yellow] {escape(row.name)}: {escape(str(error))}", soft_wrap=True)
     return models
 
 
@@ -330,35 +327,36 @@ def curves_command(
 
     Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
     """
+    found = _finished_runs(runs, silo, site)
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     cutoffs = plots.parse_cutoffs(top)
     show = bar()
-    models = _models(_finished_runs(runs, silo, site), lambda run: open_run_model(run, device, silo, show, site))
+    models = _models(found, lambda run: open_run_model(run, device, silo, show, site))
     folder = make_folder(out_dir or runs[0] / "curves")
-    total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
-    found = []
+    total, done = sum(len(releases) for _, releases in models), itertools.count(1)
+    curves = []
     for name, releases in models:
-        each = []
+        measured = []
         for release in releases:
-            each.append(plots.measured(release, cutoffs, show))
-            show("runs measured", next(measured), total)
-        found.append(plots.mean(name, each))
-    write_text(folder / "curves.csv", plots.curves_table(found))
-    write_text(folder / "curves.html", plots.curves_page(found, ", ".join(run.name for run in found)))
+            measured.append(plots.measured(release, cutoffs, show))
+            show("runs measured", next(done), total)
+        curves.append(plots.mean(name, measured))
+    write_text(folder / "curves.csv", plots.curves_table(curves))
+    write_text(folder / "curves.html", plots.curves_page(curves, ", ".join(run.name for run in curves)))
     if as_json:
-        maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
+        maps = {run.name: {f"map_{way}": curve.map for way, curve in run.ways.items()} for run in curves}
         print_json({"folder": str(folder), "runs": maps}, indent=None)
         return
-    ways = list(dict.fromkeys(way for run in found for way in run.ways))
+    ways = list(dict.fromkeys(way for run in curves for way in run.ways))
     table = Table(Column("run", overflow="fold"), *(f"mAP {way}" for way in ways))
-    for run in found:
+    for run in curves:
         cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
         table.add_row(escape(run.name), *cells)
     out.print(table)
-    out.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
+    print_line(f"{folder}: curves.csv, curves.html")
 
 
 def tsne_command(
@@ -386,16 +384,16 @@ def tsne_command(
 
     Example: [bold]fedmq tsne runs/own --site silo.yaml[/bold]
     """
+    first = [replace(row, folders=row.folders[:1]) for row in _finished_runs(runs, silo, site)]
     from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     show, planes = bar(), []
-    first = [replace(each, folders=each.folders[:1]) for each in _finished_runs(runs, silo, site)]
     models = _models(first, lambda run: open_run_model(run, device, silo, show, site))
     folder = make_folder(out_dir or runs[0] / "tsne")
-    sides = [each for each in MODALITIES if side in (None, each)]
+    sides = [modality for modality in MODALITIES if side in (None, modality)]
     for done, (name, (release,)) in enumerate(models):
         show("models placed", done, len(models))
         planes.append(plots.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
@@ -406,4 +404,4 @@ def tsne_command(
         points = {plane.name: len(plane.items) for plane in planes}
         print_json({"folder": str(folder), "points": points}, indent=None)
         return
-    out.print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)
+    print_line(f"{folder}: tsne.csv, tsne.html")

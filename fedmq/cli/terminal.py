@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -24,6 +23,7 @@ from fedmq.runs.result_limits import (
     Gallery,
     chosen_by_validation,
     gallery_of,
+    items_each,
     items_left_out,
     meaningful,
     name_some,
@@ -110,7 +110,7 @@ def _of_round(status: Status) -> str:
 
 
 def _line(status: Status, eta: str) -> str:
-    refused = f"  refused: {found}" if (found := _refused(status)) else ""
+    refused = f"  refused: {text}" if (text := _refused(status)) else ""
     waiting = waited_for(status)
     if status.phase == "gathering" and waiting:
         return f"waiting for {waiting}{refused}"
@@ -165,11 +165,11 @@ def _metrics(measured: Sequence[str], of_round: str) -> str:
     if not measured:
         return "not evaluated yet"
     lines = [measured[0]]
-    for each in (*measured[1:], *filter(None, [of_round.strip()])):
-        if len(lines[-1]) + 2 + len(each) <= _MIDDLE:
-            lines[-1] += f"{' ' if each.startswith('(') else '  '}{each}"
+    for metric in (*measured[1:], *filter(None, [of_round.strip()])):
+        if len(lines[-1]) + 2 + len(metric) <= _MIDDLE:
+            lines[-1] += f"{' ' if metric.startswith('(') else '  '}{metric}"
         else:
-            lines.append(each)
+            lines.append(metric)
     return "\n".join(lines)
 
 
@@ -195,7 +195,7 @@ def display(
         yield lambda _: None
         return
     if scenario.faults and scenario.clock == "wall":
-        console.print("wall clock: the faults are real, but this run cannot be replayed", highlight=False)
+        console.print("wall clock: the faults are real, but this run cannot be replayed")
     title = f"{scenario.name} ({scenario.protocol.label}, {scenario.silos.count} silos, seed {scenario.seed})"
     first: list[tuple[int, float]] = []
     if not is_live(console):
@@ -233,19 +233,19 @@ def display(
 
 def say(console: Console, text: str, style: str | None = None) -> None:
     """Print a line, wrapped between words on a terminal and unwrapped in a file."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _models(summary: RunSummary) -> list[_Evaluated]:
     """The evaluated models of a run: the shared one, the personal ones, and the shared one on silos' own items."""
     gallery = gallery_of(summary)
-    found: list[_Evaluated] = [("", summary.metrics, gallery)] if summary.metrics else []
+    models: list[_Evaluated] = [("", summary.metrics, gallery)] if summary.metrics else []
     if summary.personal:
-        found.append(("personal models, ", summary.personal, gallery))
+        models.append(("personal models, ", summary.personal, gallery))
     heldout = summary.own_heldout
     if heldout is not None and heldout.metrics:
-        found.append(("own held-out items, ", heldout.metrics, own_gallery(heldout)))
-    return found
+        models.append(("own held-out items, ", heldout.metrics, own_gallery(heldout)))
+    return models
 
 
 def _results(models: Sequence[_Evaluated], custom: Sequence[Metric], title: str) -> Table:
@@ -275,9 +275,11 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
 
 def _failed_at(summary: RunSummary) -> str:
     """The silos with replies that could not be merged, those with most of them first."""
-    found = {name: each.refused + each.scripted + each.errors for name, each in summary.unusable_replies.items()}
-    first = sorted(found, key=lambda name: (-found[name], name))
-    return f" ({first_few([f'{name} {found[name]}' for name in first], _MANY)})" if first else ""
+    counts = {
+        name: replies.refused + replies.scripted + replies.errors for name, replies in summary.unusable_replies.items()
+    }
+    first = sorted(counts, key=lambda name: (-counts[name], name))
+    return f" ({first_few([f'{name} {counts[name]}' for name in first], _MANY)})" if first else ""
 
 
 def _head(folder: RunFolder) -> str:
@@ -316,34 +318,22 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
             say(console, f"{metric.title}: {', '.join(f'{whose}{value:.4f}' for whose, value in known)}")
     seconds, traffic, tasks = summary.seconds, summary.bytes, summary.tasks
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed{_failed_at(summary)}, {tasks.discarded} discarded\n"
-    # Only paths can make these lines longer than 80 columns; they stay in one piece to be copied.
-    console.print(
-        f"{_fairness(fairness, _heldout(summary))}"
-        f"traffic: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
+    say(
+        console,
+        f"{_fairness(fairness, items_each(summary))}"
+        f"traffic of training: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
         f"{counted(summary.messages.refused, 'message')} refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
-        f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
-        f"model digest {summary.model_digest}\n"
-        f"{_head(folder)}"
-        f"report       {folder.report}"
-        f"{_audit(summary, folder)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"memory of all processes {size_text(summary.processes.peak_pss_mb * 2**20)}\n"
+        f"model digest {summary.model_digest}",
     )
+    # Paths stay in one piece, to be copied.
+    paths = f"{_head(folder)}report       {folder.report}{_audit(summary, folder)}"
+    console.print(paths, markup=False, no_wrap=True, overflow="ignore", crop=False)
     for line in (*chosen_by_validation(summary), *items_left_out(summary)):
         say(console, line, "yellow")
     print_warnings(summary, folder, console)
-
-
-def _heldout(summary: RunSummary) -> str:
-    """Number of items on which each silo's metrics are computed, in parentheses."""
-    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no metrics
-    if not counts:
-        return ""
-    few, most = min(counts), max(counts)
-    return f" ({counted(few, 'item') if few == most else f'{few} to {most} items'} each)"
 
 
 def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
@@ -363,19 +353,12 @@ def not_evaluated(summary: RunSummary) -> str:
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
 
 
-def exit_stopped(command: str, others: str = "") -> NoReturn:
-    """Print the command that continues a stopped run, and exit."""
-    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
-    err.print(text, highlight=False, soft_wrap=True)
-    sys.exit(FAILED)
-
-
 def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
     """Exit if the evaluator did not answer, and print the command that has the last version evaluated."""
     if not (text := not_evaluated(summary)):
         return
     again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
-    err.print(f"{escape(text)}{again}", highlight=False, soft_wrap=True)
+    err.print(f"{escape(text)}{again}", soft_wrap=True)
     sys.exit(FAILED)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -12,116 +11,87 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedmq.cli.compare import PANEL, Roots, display_progress
+from fedmq.cli.compare import command_line, display_progress, workplace
+from fedmq.cli.console import err, exit_stopped, out, until_stopped
 from fedmq.cli.options import AsJson, Quiet
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import counted, print_json
+from fedmq.text import counted, print_json, print_line
 
 if TYPE_CHECKING:
-    from fedmq.experiments.tune_file import TunedMethod, TunePlan
+    from fedmq.experiments.files import TunedMethod, TunePlan
     from fedmq.experiments.tuning import Trial, Tuned
 
 #: Trials of each method that the terminal shows; trials.csv has all.
 _SHOWN = 10
 
-_File = Annotated[Path, typer.Argument(metavar="FILE", help="A tuning file (YAML).", show_default=False)]
-_Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder of the search; by default named after the file.")
-]
-_Trials = Annotated[
-    int | None, typer.Option("--trials", min=1, help="Number of trials of each method; by default that in the file.")
-]
-_Jobs = Annotated[
-    int | None,
-    typer.Option("--jobs", min=1, help="Runs in parallel; by default the number of cores. Does not affect the result."),
-]
 
-
-def add_tune(app: typer.Typer, roots: Roots) -> None:
-    """Add ``fedmq tune`` to the command line.
-
-    Args:
-        app: the command line.
-        roots: functions that the command line supplies.
-    """
-
-    @app.command("tune", rich_help_panel=PANEL)
-    def tune_command(
-        file: _File,
-        out_dir: _Out = None,
-        trials: _Trials = None,
-        jobs: _Jobs = None,
-        as_json: AsJson = False,
-        quiet: Quiet = False,
-    ) -> None:
-        """Search for the best settings of one or several methods with Optuna, on the validation split.
-
-        Every method gets the same number of trials, rounds and seeds; each trial is a run. The folder holds trials.csv
-        and, for each method, the best settings as a scenario. Repeat the command to continue after a stop, or with more
-        trials. docs/howto/tune.md describes the file.
-
-        Example: [bold]fedmq tune scenarios/tune/smoke.yaml --trials 8[/bold]
-        """
-        _carry_out(file, out_dir, trials, jobs, roots, as_json=as_json, quiet=quiet)
-
-
-def _carry_out(
-    file: Path,
-    out_dir: Path | None,
-    trials: int | None,
-    jobs: int | None,
-    roots: Roots,
-    *,
-    as_json: bool,
-    quiet: bool,
+def tune_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A tuning file (YAML).", show_default=False)],
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the search; by default named after the file.")
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", min=1, help="Number of trials of each method; by default that in the file."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Runs in parallel; by default the number of cores. Does not affect the result."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
-    from fedmq.experiments import runner, tune_file, tuning  # noqa: PLC0415
+    """Search for the best settings of one or several methods with Optuna, on the validation split.
+
+    Every method gets the same number of trials, rounds and seeds; each trial is a run. The folder holds trials.csv
+    and, for each method, the best settings as a scenario. Repeat the command to continue after a stop, or with more
+    trials. docs/howto/tune.md describes the file.
+
+    Example: [bold]fedmq tune scenarios/tune/smoke.yaml --trials 8[/bold]
+    """
+    from fedmq.experiments import files, tuning  # noqa: PLC0415
     from fedmq.experiments.grid import digest  # noqa: PLC0415
 
-    spec = tune_file.read(file)
+    spec = files.read_search(file)
     if trials is not None:
         spec = spec.model_copy(update={"trials": trials})
-    plan = tune_file.plan_of(file, spec, roots.resolve)
-    slug = re.sub(r"[^a-z0-9_.]+", "-", file.stem.lower()).strip("-")
-    folder = out_dir or Path("runs") / f"tune-{slug}-{digest(plan.facts)}"
-    out, err = Console(), Console(stderr=True)
-    jobs = jobs or os.cpu_count() or 1
-    data_digest = runner.digest_once(roots.prepare(quiet), roots.check_partition)
-    place = runner.Workplace(folder / "runs", roots.resolve, data_digest, processes=False, jobs=jobs)
+    plan = files.plan_search(file, spec, resolved_file)
+    folder = out_dir or Path("runs") / f"tune-{_slug(file.stem.lower())}-{digest(plan.facts)}"
+    place = workplace(folder / "runs", jobs, processes=False, quiet=quiet)
     if not quiet:
         names = ", ".join(method.name for method in plan.methods)
-        each = f"{counted(len(spec.seeds), 'seed')} x {counted(plan.methods[0].rounds, 'round')}"
-        size = f"{names}: {counted(spec.trials, 'trial')}{' each' if len(plan.methods) > 1 else ''}, {each}"
-        err.print(
-            f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
-        )
-    roots.warn(tuning.first_runs(plan, place))
+        runs = f"{counted(len(spec.seeds), 'seed')} x {counted(plan.methods[0].rounds, 'round')}"
+        size = f"{names}: {counted(spec.trials, 'trial')}{' each' if len(plan.methods) > 1 else ''}, {runs}"
+        print_line(f"{size}; at most {place.jobs} runs in parallel, in {folder}", error=True)
+    warn(tuning.first_runs(plan, place))
     with display_progress(err, quiet=quiet) as progress:
-        tuned = tuning.tune(plan, folder, place, progress, roots.until_stopped)
+        tuned = tuning.tune(plan, folder, place, progress, until_stopped)
     if tuned.stopped:
-        command = shlex.join(["fedmq", *sys.argv[1:]])
-        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
-        sys.exit(FAILED)
-    files = _write(plan, tuned, folder, roots)
+        exit_stopped(command_line())
+    written = _write(plan, tuned, folder)
     if as_json:
-        print_json(_plain(tuned, folder, files), indent=None)
+        print_json(_plain(tuned, folder, written), indent=None)
     else:
-        for method in plan.methods:
-            out.print(_table(plan, tuned, method))
-        written = ", ".join(["trials.csv", *(path.name for path in files.values())])
-        out.print(f"{folder}: {written}", highlight=False, soft_wrap=True, markup=False)
-    _say_best(plan, tuned, files, err)
+        out.print(*(_table(plan, tuned, method) for method in plan.methods), sep="\n")
+        print_line(f"{folder}: {', '.join(['trials.csv', *(path.name for path in written.values())])}")
+    _say_best(plan, tuned, written)
     if len(tuned.best) < len(plan.methods):
         sys.exit(FAILED)
 
 
-def _write(plan: TunePlan, tuned: Tuned, folder: Path, roots: Roots) -> dict[str, Path]:
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")
+
+
+def _write(plan: TunePlan, tuned: Tuned, folder: Path) -> dict[str, Path]:
     """Write the table of trials and the best scenario of each method; returns the scenarios."""
-    from fedmq.experiments.tune_file import as_settings  # noqa: PLC0415
+    from fedmq.experiments.files import as_settings  # noqa: PLC0415
     from fedmq.runs.tables import as_csv  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
@@ -132,8 +102,8 @@ def _write(plan: TunePlan, tuned: Tuned, folder: Path, roots: Roots) -> dict[str
         if best is None or best.value is None:
             continue
         settings = [*method.entry.settings, *as_settings(best.values)]
-        scenario = roots.resolve(method.entry.file, settings, None).scenario
-        name = "best.yaml" if len(plan.methods) == 1 else f"best-{re.sub(r'[^a-z0-9_.-]+', '-', method.name)}.yaml"
+        scenario = resolved_file(method.entry.file, settings).scenario
+        name = "best.yaml" if len(plan.methods) == 1 else f"best-{_slug(method.name)}.yaml"
         head = (
             f"# Best of {plan.spec.trials} trials by {plan.spec.metric} on the validation split: {best.value:.4f}, "
             f"trial {best.number}.\n"
@@ -185,9 +155,9 @@ def _table(plan: TunePlan, tuned: Tuned, method: TunedMethod) -> Table:
         table.add_column(head, justify="left" if head == "state" else "right", no_wrap=True)
     table.add_column("settings", overflow="fold")
     for trial in ordered[:_SHOWN]:
-        value = "-" if trial.value is None else f"{trial.value:.4f}"
-        settings = ", ".join(f"{key}={_short(each)}" for key, each in trial.values.items())
-        table.add_row(str(trial.number), str(trial.state), value, escape(settings))
+        measured = "-" if trial.value is None else f"{trial.value:.4f}"
+        settings = ", ".join(f"{key}={_short(value)}" for key, value in trial.values.items())
+        table.add_row(str(trial.number), str(trial.state), measured, escape(settings))
     return table
 
 
@@ -195,14 +165,16 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
-def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path], err: Console) -> None:
+def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path]) -> None:
     for method in plan.methods:
         failed = [t for t in tuned.trials if t.method == method.name and t.state in ("failed", "refused")]
         for trial in failed:
             line = f"{method.name}, trial {trial.number} {trial.state}: {trial.reason}"
-            err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+            err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
         if method.name not in tuned.best:
-            err.print(f"[red]failed[/red] no trial of {escape(method.name)} finished", highlight=False, soft_wrap=True)
+            err.print(f"[red]failed[/red] no trial of {escape(method.name)} finished", soft_wrap=True)
     if files:
         command = shlex.join(["fedmq", "compare", *map(str, files.values()), "--seeds", "0,1,2"])
-        err.print(f"the best on the test split: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
+        err.print(
+            f"the best on the test split: [bold]{escape(command)}[/bold]", no_wrap=True, overflow="ignore", crop=False
+        )

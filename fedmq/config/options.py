@@ -44,7 +44,7 @@ def schema_problem(schema: object) -> str | None:
 
 @functools.cache
 def _hints(schema: type[Any]) -> dict[str, Any]:
-    return get_type_hints(schema)
+    return get_type_hints(schema, include_extras=True)
 
 
 @functools.cache

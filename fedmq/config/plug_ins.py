@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from fedmq.errors import InputError, RunError
+from fedmq.packages import full_name
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_bytes
@@ -47,7 +48,7 @@ def names_found(package: str, group: str) -> tuple[str, ...]:
         package: the built-in ones are its modules, except those with a leading underscore.
         group: entry point group of installed packages.
     """
-    top, *inner = package.split(".")
+    top, *inner = full_name(package).split(".")
     spec = importlib.util.find_spec(top)
     places = () if spec is None else spec.submodule_search_locations or ()
     return _with_installed(sorted(_modules_in([str(Path(place, *inner)) for place in places])), group)

@@ -7,7 +7,7 @@ through :class:`Known`, as the methods, objectives and data sets are in packages
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Sce
 from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
+from fedmq.packages import SCENARIOS
 from fedmq.storage.regular_files import is_file
 
 #: Keys of a data section that are paths.
@@ -70,20 +71,14 @@ class ObjectiveFacts:
 class Known(Protocol):
     """Look-up of methods, objectives and data sets by name, which the package ``protocols`` implements."""
 
-    @property
-    def method_facts(self) -> Callable[[ProtocolChoice, Objective], MethodFacts]:
+    def method_facts(self, choice: ProtocolChoice, objective: Objective, /) -> MethodFacts:
         """Facts of the method; raises InputError, whose place is the scenario key, if something is not allowed."""
-        ...
 
-    @property
-    def objective_facts(self) -> Callable[[Objective], ObjectiveFacts]:
+    def objective_facts(self, objective: Objective, /) -> ObjectiveFacts:
         """Facts of the objective; the same errors."""
-        ...
 
-    @property
-    def check_data(self) -> Callable[[Data], None]:
+    def check_data(self, data: Data, /) -> None:
         """Refuses an unknown data set or a key that it does not read; the same errors."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -136,16 +131,23 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
     """Read a scenario file and check it against the schema.
 
     Args:
-        file: the YAML file.
+        file: the YAML file, or the name of a scenario that comes with fedmq, e.g. ``smoke``.
         settings: ``key=value`` pairs that override it.
         seed: overrides both; None keeps their seed.
 
     Raises:
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
+    file = _shipped(file)
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
     overridden = tuple(setting.partition("=")[0] for setting in given)
     return Source(file, parse(apply_settings(read_yaml(file), given), file, overridden), overridden)
+
+
+def _shipped(file: Path) -> Path:
+    """The file of a scenario that comes with fedmq, if ``file`` is the name of one and no file."""
+    shipped = SCENARIOS / f"{file}.yaml"
+    return shipped if not file.exists() and file.suffix not in (".yaml", ".yml") and shipped.is_file() else file
 
 
 def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:
@@ -180,27 +182,38 @@ def load(path: Path, settings: Sequence[str] = ()) -> Scenario:
 def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> dict[str, object]:
     """Apply ``key.sub=value`` settings (``--set``) to a raw scenario; values are read as YAML.
 
-    The last setting of a key counts. A setting of a section, such as ``protocol``, is applied before settings of its
-    keys, such as ``protocol.mu``, regardless of their order, so that it does not overwrite them.
+    The last setting of a key counts. A setting of a section, such as ``protocol``, replaces the section of the file;
+    settings of its keys, such as ``protocol.mu``, are kept unless it comes later and has the key.
 
     Raises:
         InputError: a setting is not ``key=value``, or is for a key in something that is not a mapping.
     """
+    last: dict[str, object] = {}
+    for key, value in map(_read_setting, settings):
+        last.pop(key, None)
+        last[key] = value
     result: dict[str, object] = {**raw}
-    for key, value in _in_order([_read_setting(setting) for setting in settings]):
-        place = result
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
-            if below is not None and not isinstance(below, dict):
-                raise InputError(
-                    f"--set {key}", value, f"no key in {parent}, which is not a mapping; set {parent} itself"
-                )
-            inner: dict[str, object] = {**(below or {})}
-            place[parent] = inner
-            place = inner
-        place[leaf] = value
+    for without_file in (True, False):  # first, what the file has for these keys is left out
+        for key, value in last.items():
+            place = result
+            *parents, leaf = key.split(".")
+            for parent in parents:
+                below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
+                if below is not None and not isinstance(below, dict):
+                    allowed = f"no key in {parent}, which is not a mapping; set {parent} itself"
+                    raise InputError(f"--set {key}", value, allowed)
+                inner: dict[str, object] = {**(below or {})}
+                place[parent] = inner
+                place = inner
+            place[leaf] = None if without_file else _merged(place.get(leaf), value)
     return result
+
+
+def _merged(before: object, value: object) -> object:
+    """A value over an earlier one: mappings key by key."""
+    if isinstance(before, dict) and isinstance(value, dict):
+        return {**before, **{key: _merged(before.get(key), inner) for key, inner in value.items()}}
+    return value
 
 
 def _read_setting(setting: str) -> tuple[str, object]:
@@ -221,33 +234,6 @@ def _long_form(key: str, value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and key == "participation":
         return {"rate": value}
     return value
-
-
-def _in_order(settings: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Settings in the order in which they are applied: a section before its keys.
-
-    A setting of a key is dropped if a later setting of the section contains the key.
-    """
-    kept = [
-        (key, value)
-        for number, (key, value) in enumerate(settings, 1)
-        if not any(
-            key.startswith(f"{section}.") and _contains(later, key[len(section) + 1 :])
-            for section, later in settings[number:]
-        )
-    ]
-    return sorted(kept, key=lambda setting: setting[0].count("."))
-
-
-def _contains(value: object, key: str) -> bool:
-    """Whether a section's value determines a key in it; a value that is not a mapping determines every key."""
-    for part in key.split("."):
-        if not isinstance(value, Mapping):
-            return True
-        if part not in value:
-            return False
-        value = value[part]
-    return True
 
 
 # ------------------------------------------------------------------------------------ from the schema to the run

@@ -1,6 +1,6 @@
 """The id of a run, a digest of its scenario without machine-dependent keys, and the keys in which two runs differ.
 
-Scenarios are compared by salted digests of their values: no value leaves its process.
+Scenarios are compared by salted digests of their values, which show no value.
 """
 
 from __future__ import annotations
@@ -30,22 +30,28 @@ _MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def without_machine(plain: Mapping[str, object]) -> dict[str, object]:
+    """A complete scenario as plain data, without the keys that depend on the machine."""
+    facts = {key: value for key, value in plain.items() if _MACHINE_KEYS.get(key, ("",)) != ()}
+    for key, names in _MACHINE_KEYS.items():
+        part = facts.get(key)
+        if names and isinstance(part, Mapping):
+            facts[key] = {name: value for name, value in part.items() if name not in names}
+    return facts
+
+
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
     """The part of a scenario that identifies a run.
 
     Args:
         plain: a complete scenario as plain data, as in ``scenario.yaml`` of a run folder.
     """
-    facts = {key: value for key, value in plain.items() if _MACHINE_KEYS.get(key, ("",)) != ()}
+    facts = without_machine(plain)
     training = facts.get("training")
     if isinstance(training, Mapping):
         # A run that is extended by further rounds stays the same run.
         facts["rounds"] = training.get("schedule_rounds") or facts.get("rounds")
         facts["training"] = {name: value for name, value in training.items() if name != "schedule_rounds"}
-    for key, names in _MACHINE_KEYS.items():
-        part = facts.get(key)
-        if names and isinstance(part, Mapping):
-            facts[key] = {name: value for name, value in part.items() if name not in names}
     return facts
 
 
@@ -56,6 +62,16 @@ def name_of(plain: Mapping[str, object]) -> str:
         plain: as for :func:`facts_of`.
     """
     return f"{plain.get('name')}-{digest_of(plain)[:12]}"
+
+
+def folder_of(run: str, log: str) -> str:
+    """Folder of a standing silo for a run.
+
+    Args:
+        run: the run's id.
+        log: hash of the first record of the coordinator's log.
+    """
+    return f"{run}-{log[:8]}"
 
 
 def digest_of(plain: Mapping[str, object]) -> str:

@@ -255,7 +255,7 @@ class Training(Part):
     batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
     local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
-        "cosine", description="learning rate over the rounds: decay to the floor, decay in steps, or constant"
+        "cosine", description="learning rate over the rounds: decay to `decay_to`, decay in steps, or constant"
     )
     warmup_rounds: Whole = Field(
         5,
@@ -263,7 +263,7 @@ class Training(Part):
         description="rounds of linear learning rate warm-up; with cosine and linear below rounds; the default is "
         "rounds - 1 in runs of at most 5 rounds",
     )
-    floor: Fraction = Field(0.01, description="cosine and linear: final learning rate, as a fraction of learning_rate")
+    decay_to: Fraction = Field(0.01, description="cosine, linear: rate one round after the last, per learning_rate")
     schedule_rounds: Count | None = Field(
         None,
         description="rounds over which the learning rate and the methods' schedules run, at most rounds; later rounds "
@@ -275,8 +275,8 @@ class Training(Part):
     def rate_at(self, round_: int, rounds: int) -> float:
         """Learning rate of a round: linear warm-up, then the schedule over the remaining rounds.
 
-        ``cosine`` is the schedule of RCSR, section 5.1; ``linear`` that of DCMH's code, which ends at 1e-6 (a floor of
-        3.2e-5); ``step`` that of GreedyHash's code, a tenth every 30 epochs.
+        ``cosine`` is the schedule of RCSR, section 5.1; ``linear`` that of DCMH's code, which decays to 1e-6
+        (``decay_to`` 3.2e-5); ``step`` that of GreedyHash's code, a tenth every 30 epochs.
         """
         if round_ < self.warmup_rounds:
             return self.learning_rate * (round_ + 1) / self.warmup_rounds
@@ -284,9 +284,9 @@ class Training(Part):
         done = min(1.0, after / max(1, rounds - self.warmup_rounds))
         match self.schedule:
             case "cosine":
-                share = self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+                share = self.decay_to + (1 - self.decay_to) * 0.5 * (1 + math.cos(math.pi * done))
             case "linear":
-                share = 1 - (1 - self.floor) * done
+                share = 1 - (1 - self.decay_to) * done
             case "step":
                 share = self.step_factor ** (after // self.step_rounds)
             case "constant":
@@ -458,7 +458,7 @@ class Scenario(Part):
             raise ValueError(f"evaluation.heldout {self.evaluation.heldout} needs partition.kind own")
 
     @property
-    def dealt(self) -> Data:
+    def dataset(self) -> Data:
         """The data set that is partitioned among the silos.
 
         Raises:

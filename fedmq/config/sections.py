@@ -387,6 +387,10 @@ class Evaluation(Part):
         "evaluation; needs split val and every above 0; null: all rounds are run",
     )
 
+    def due(self, version: int, rounds: int) -> bool:
+        """Whether a version of a run with this number of rounds is evaluated."""
+        return version in (0, rounds) or bool(self.every and version % self.every == 0)
+
     @model_validator(mode="after")
     def _validation_decides(self) -> Evaluation:
         decides = "keep best" if self.keep == "best" else "patience" if self.patience is not None else None

@@ -31,7 +31,9 @@ class Site(Part):
     connect: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
         None, description="address of the coordinator"
     )
-    out: Path | None = Field(None, description="folder for the message log and the personal state")
+    out: Path | None = Field(
+        None, description="folder in which each run has a folder of its own, for the message log and the personal state"
+    )
     policy: Path | None = Field(None, description="policy file; the silo does not send what it forbids")
     file: Path | None = Field(None, exclude=True, description="set by fedmq: the site file itself")
 
@@ -69,11 +71,13 @@ def read_site(path: Path) -> Site:
         raise input_error(error, path, raw, Site) from None
     try:
         places = {key: getattr(site, key) for key in ("keys", "cache", "out", "policy")}
-        changes: dict[str, object] = {key: _from(path, key, each) for key, each in places.items() if each is not None}
+        changes: dict[str, object] = {
+            key: _from(path, key, given) for key, given in places.items() if given is not None
+        }
         if site.data is not None:
             inner = {key: getattr(site.data, key) for key in DATA_PATHS}
             data: dict[str, object] = {
-                key: _from(path, f"data.{key}", each) for key, each in inner.items() if each is not None
+                key: _from(path, f"data.{key}", given) for key, given in inner.items() if given is not None
             }
             if plug_ins.is_path(site.data.name):
                 data["name"] = plug_ins.adopt(path.parent / Path(site.data.name).expanduser())

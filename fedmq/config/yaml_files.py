@@ -6,6 +6,8 @@ Dates are texts here, too.
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import re
 import stat
@@ -63,6 +65,12 @@ def _yaml() -> YAML:
 
 def parse(text: str) -> Any:
     """The value of one YAML document; raises one of :data:`ERRORS`."""
+    return copy.deepcopy(_parsed(text))
+
+
+@functools.lru_cache(maxsize=128)
+def _parsed(text: str) -> Any:
+    """The value of a document, kept: an audit reads a scenario three times, a comparison every setting for each row."""
     yaml = _yaml()
     root = yaml.compose(text)
     if root is None:

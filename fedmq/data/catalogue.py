@@ -83,13 +83,13 @@ SETS: Mapping[str, DataSet] = {
     ),
     "flickr8k": DataSet(
         "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
-        "karpathy.read_flickr8k",
+        "captioned.read_flickr8k",
         items=8000,
     ),
-    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy", items=31_014),
+    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "captioned.read_karpathy", items=31_014),
     "coco": DataSet(
-        "MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000",
-        "karpathy.read_karpathy",
+        "MS-COCO, Karpathy's JSON (113,287 / 5,000 / 5,000) or captions_*.json, and images",
+        "captioned.read_coco",
         items=123_287,
         labels=80,
     ),
@@ -99,10 +99,10 @@ SETS: Mapping[str, DataSet] = {
         Draw(2000, 2000),
         items=20_000,
     ),
-    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "msrvtt.read_msrvtt", items=10_000),
+    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "captioned.read_msrvtt", items=10_000),
     "mirflickr": DataSet(
         "MIRFlickr-25K: 20,015 photos, tags, 24 labels",
-        "tags.read_mirflickr",
+        "arrays.read_mirflickr",
         Draw(2000, 0, 10_000),
         "bag",
         items=20_015,
@@ -110,7 +110,7 @@ SETS: Mapping[str, DataSet] = {
     ),
     "nuswide": DataSet(
         "NUS-WIDE: 195,834 photos, tags, 21 labels",
-        "tags.read_nuswide",
+        "arrays.read_nuswide",
         Draw(2100, 0, 10_500),
         "bag",
         items=195_834,
@@ -138,7 +138,7 @@ SETS: Mapping[str, DataSet] = {
         labels=20,
     ),
     "folder": DataSet(
-        "images with .txt files next to them, or with Hugging Face's metadata.csv", "photo_folder.read_folder"
+        "images with .txt files next to them, or with Hugging Face's metadata.csv", "manifest.read_folder"
     ),
     "parquet": DataSet("Parquet or Arrow files of images and captions, as of Hugging Face", "parquet.read_parquet"),
     "webdataset": DataSet("tar files of webdataset or img2dataset, not unpacked", "webdataset.read_webdataset"),

@@ -25,8 +25,8 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, finish, mapped, open_prepared, prepared_key, save_arrays, save_present
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
-from fedmq.data.splits import split_of
-from fedmq.data.warnings import of_captions, of_vectors
+from fedmq.data.splits import origin_of_split, split_of
+from fedmq.data.warnings import DataWarnings, of_captions, of_vectors
 from fedmq.encoders.base import Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import DataItemError, InputError, RunError
@@ -255,6 +255,7 @@ class ExtractionPlan:
         raw: the items to use.
         kind: kind of text.
         split: uint8 [n], indices into ``SPLITS``.
+        origin: where the split comes from.
         image: image encoder.
         text: text encoder; None for bags of words.
         image_key: cache key of the image features.
@@ -265,11 +266,17 @@ class ExtractionPlan:
     raw: RawSet
     kind: TextKind
     split: npt.NDArray[np.uint8]
+    origin: str
     image: Encoder
     text: Encoder | None
     image_key: str
     text_key: str
     digest: str
+
+    @property
+    def finish(self) -> Callable[..., None]:
+        """:func:`finish`, which knows the column, the source of the split and the files that are not read."""
+        return partial(finish, column=self.raw.column, split=self.origin, ignored=self.raw.ignored_lines)
 
 
 def plan(
@@ -311,9 +318,10 @@ def plan(
     present = raw.present(kind)
     lacking = () if present is None else ("present", array_digest(present))
     facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site)
-    facts = (*facts, *later, *apart, *by_column, *lacking)
+    origin = origin_of_split(raw.split is not None, data, raw.split_remark)
+    facts = (*facts, *later, *apart, *by_column, *lacking, origin, *raw.ignored_lines)
     digest = prepared_key(data.name, image_key, text_key, *facts)
-    return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
+    return ExtractionPlan(raw, kind, split, origin, image, text, image_key, text_key, digest)
 
 
 def prepare_raw(
@@ -371,8 +379,8 @@ def prepare_raw(
             **save_present(into, raw.present(todo.kind)),
         }
         image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
-        warnings = of_vectors(image, text, counts, split=todo.split).model_copy(update=_of_captions(raw, todo.text))
-        described = partial(finish, column=raw.column, vocabulary=_words(todo), warnings=warnings)
+        warnings = _with_captions(of_vectors(image, text, counts, raw.present(todo.kind), todo.split), raw, todo.text)
+        described = partial(todo.finish, vocabulary=_words(todo), warnings=warnings)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
@@ -383,16 +391,16 @@ def _words(todo: ExtractionPlan) -> tuple[str, ...]:
     return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
-def _of_captions(raw: RawSet, encoder: Encoder | None) -> dict[str, object]:
-    """Counts of :func:`of_captions`, the number of captions longer than the encoder reads, and the first such item."""
+def _with_captions(counted: DataWarnings, raw: RawSet, encoder: Encoder | None) -> DataWarnings:
+    """Add :func:`of_captions`, the number of captions longer than the encoder reads, and the first such item."""
     if encoder is None:
-        return {}
+        return counted
     counts = of_captions(caption for captions in raw.captions for caption in captions)
     if encoder.cut is None:
-        return {**counts}
+        return counted.model_copy(update=counts)
     found = [sum(encoder.cut(captions)) for captions in raw.captions]
     first = next((key for key, count in zip(raw.keys, found, strict=True) if count), "")
-    return {**counts, "cut": sum(found), "first_cut": first}
+    return counted.model_copy(update={**counts, "cut": sum(found), "first_cut": first})
 
 
 def _link(source: Path, target: Path) -> None:

@@ -49,27 +49,34 @@ def counts_of(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dic
     return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
 
 
-def unique_strings(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
-    """The different strings of an array of this length.
+def strings_in(place: str, value: Array, count: int) -> tuple[str, ...]:
+    """The strings of an array of this length.
 
     Raises:
-        InputError: another length or type, bytes or characters that are not Unicode, or equal strings.
+        InputError: another length or type, or bytes or characters that are not Unicode.
     """
     if value.shape != (count,) or value.dtype.kind not in "US":
-        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings [{count}]")
+        raise InputError(place, f"{value.dtype} {list(value.shape)}", f"strings [{count}]")
     try:
-        names = tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
-    for item in names:
-        try:
-            item.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
+        texts = tuple(text.decode() if isinstance(text, bytes) else str(text) for text in value.tolist())
+        "".join(texts).encode()
+    except UnicodeError as error:
+        raise InputError(place, str(error)[:80], "strings of whole characters of Unicode") from None
+    return texts
+
+
+def unique_strings(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
+    """The different strings of an array of this length; errors as of :func:`strings_in`, and for equal strings."""
+    names = strings_in(f"{path}: {name}", value, count)
     if len(set(names)) != len(names):
-        twice = next(item for item, count in Counter(names).items() if count > 1)
+        twice = next(text for text, times in Counter(names).items() if times > 1)
         raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")
     return names
+
+
+def is_whole(value: Array) -> bool:
+    """Whether floating-point values are whole numbers below 2^31."""
+    return bool((np.abs(value) < 2**31).all()) and np.array_equal(value, np.round(value))
 
 
 def label_array(place: str, value: Array, n: int) -> Array:
@@ -92,7 +99,7 @@ def label_array(place: str, value: Array, n: int) -> Array:
     if value.dtype.kind not in "iufb" or value.ndim not in (1, 2) or len(value) != n:
         raise InputError(place, f"{value.dtype} {list(value.shape)}", allowed)
     if value.dtype.kind == "f":
-        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
+        if not is_whole(value):
             raise InputError(place, "values that are not whole", allowed)
         value = value.astype(np.int64)
     if value.ndim == 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +26,13 @@ from fedmq.data.prepared_arrays import (
     save_arrays,
     save_present,
 )
-from fedmq.data.readers.features import FeatureSet, checked, image_rows, read_features
-from fedmq.data.splits import same_rows, split_of
+from fedmq.data.readers.array_files import list_arrays
+from fedmq.data.readers.features import KNOWN, FeatureSet, checked, floats, read_features
+from fedmq.data.splits import origin_of_split, same_rows, split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError
 from fedmq.storage.cache import build_once, cache_folder, file_digest
-from fedmq.text import Progress, tell
+from fedmq.text import Progress, first_few, tell
 
 if TYPE_CHECKING:
     from fedmq.data.extract import ExtractionPlan
@@ -44,21 +46,33 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
     for known in (prepared_key("features", content, *by_column), prepared_key("features", content, seed, *by_column)):
         if (cache / "data" / known).is_dir():
             return open_prepared(cache / "data" / known)
-    found: FeatureSet = read_features(path, seed, column)
+    found = read_features(path, seed, column)
     digest = prepared_key("features", content, *(() if found.split_given else (seed,)), *by_column)
+    origin = origin_of_split(found.split_given, Data(name="features", path=path))
+    others = [stored.key for stored in list_arrays(path) if stored.key not in (*KNOWN, column)]
+    ignored = [f"ignored, other arrays ({len(others)}): {first_few(others)}"] if others else []
+    source = {"data": "features", "content": content, "seed": seed}
+    return _stored(found, cache, digest, source, origin, ignored)
+
+
+def _stored(
+    found: FeatureSet,
+    cache: Path,
+    digest: str,
+    source: Mapping[str, object],
+    origin: str,
+    ignored: Sequence[str] = (),
+) -> Prepared:
+    """Prepare features under a digest of what they were read from."""
 
     def fill(folder: Path) -> None:
-        _save(folder, found)
-        source = {"data": "features", "content": content, "seed": seed, **save_present(folder, found.present)}
-        column, warnings = found.column, found.warnings
-        finish(folder, digest, source, found.keys, found.label_names, column=column, warnings=warnings)
+        kept = {"captions": found.captions, "labels": found.labels, "split": found.split}
+        save_arrays(folder, image=found.image, text=found.text, **kept)
+        about = {**source, **save_present(folder, found.present)}
+        told = partial(finish, warnings=found.warnings, split=origin, ignored=ignored)
+        told(folder, digest, about, found.keys, found.label_names, column=found.column)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
-
-
-def _save(folder: Path, found: FeatureSet) -> None:
-    kept = {"captions": found.captions, "labels": found.labels, "split": found.split}
-    save_arrays(folder, image=found.image, text=found.text, **kept)
 
 
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
@@ -66,9 +80,9 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
     path, read = data.path or Path(data.name), arrays.read_arrays(data)
-    entry = catalogue.find(data.name)
+    entry, n = catalogue.find(data.name), len(read["image"])
     split = split_of(
-        read.get("split"), len(read["image"]), data, entry.draw, lambda: same_rows(image_rows(path, read["image"]))
+        read.get("split"), n, data, entry.draw, lambda: same_rows(floats(path, "image", read["image"], (2,)))
     )
     found = checked(path, {**read, "split": split}, 0, data.column)
     content = hashlib.sha256()
@@ -77,16 +91,10 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
     apart = ("val apart",) if entry.val_apart else ()
     by_column = () if found.column is None else ("column", data.column, found.column)
-    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart, *by_column)
-
-    def fill(folder: Path) -> None:
-        _save(folder, found)
-        source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
-        source |= save_present(folder, found.present)
-        column, warnings = found.column, found.warnings
-        finish(folder, digest, source, found.keys, found.label_names, column=column, warnings=warnings)
-
-    return open_prepared(build_once(cache / "data" / digest, fill))
+    origin = origin_of_split("split" in read, data)
+    digest = prepared_key(data.name, "arrays", content.hexdigest(), found.label_names, *apart, *by_column, origin)
+    source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
+    return _stored(found, cache, digest, source, origin)
 
 
 def prepare(
@@ -170,7 +178,7 @@ def text_features(
     from fedmq.data.extract import store  # noqa: PLC0415 - brings the encoders
     from fedmq.encoders import clip, clip_weights  # noqa: PLC0415 - brings the encoders
 
-    @functools.cache
+    @once
     def tower() -> clip.Frozen:
         stored = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
         return clip.load_tower(stored, "text", device)

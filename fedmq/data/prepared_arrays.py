@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, JsonValue
 
-from fedmq.data.item_modalities import all_present
 from fedmq.data.labels import counts_of
-from fedmq.data.splits import SPLITS
+from fedmq.data.splits import SPLITS, split_line
 from fedmq.data.warnings import NOTHING, DataWarnings, of_heldout_labels, of_labels, of_spellings, sentences
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -55,6 +54,8 @@ class PreparedMeta(Stored):
         mean: mean of each image channel; empty for features.
         std: standard deviation of each image channel; empty for features.
         warnings: counts of what is probably unintended.
+        split: where the split comes from.
+        ignored: a line for each reason for which files were not read.
     """
 
     format: Literal[1]
@@ -71,9 +72,13 @@ class PreparedMeta(Stored):
     mean: list[float]
     std: list[float]
     warnings: DataWarnings = DataWarnings()
+    split: str
+    ignored: list[str] = Field(default_factory=list)
 
 
 Array = npt.NDArray[Any]
+#: bool [n, 2]: whether each item has an image, and whether it has captions.
+Present = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -136,12 +141,17 @@ class Prepared:
         )
 
     @property
+    def notes(self) -> list[str]:
+        """Where the split comes from, with its counts, and what was not read: one line each."""
+        return [split_line(self.meta.split, self.split), *self.meta.ignored]
+
+    @property
     def warnings(self) -> list[str]:
         """One line for each property of vectors, captions and labels that is probably unintended."""
         labels = of_labels(counts_of(self.labels, self.label_names), self.n)
         heldout = of_heldout_labels(self.labels, self.label_names, np.asarray(self.split))
         sites = of_spellings(sorted(set(self.column or ())), "values of the column of partition.column")
-        return [*sentences(self.meta.warnings, equal=False), *labels, *heldout, *sites]
+        return [*sentences(self.meta.warnings), *labels, *heldout, *sites]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
         """An array of a file.
@@ -248,6 +258,17 @@ class Prepared:
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int64)
 
 
+def all_present(n: int) -> Present:
+    """Both modalities for each of n items: bool [n, 2], read-only."""
+    return np.broadcast_to(np.ones((1, 2), dtype=np.bool_), (n, 2))
+
+
+def presence(image: npt.NDArray[Any], text: npt.NDArray[Any]) -> Present | None:
+    """Two bool arrays [n] as one [n, 2]; None if every item has both modalities."""
+    both = np.stack([image, text], axis=1).astype(np.bool_)
+    return None if both.all() else both
+
+
 def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Row of each item's first caption among the captions of all items, int64 [n], of their numbers int64 [n]."""
     ends = np.cumsum(np.maximum(counts, 1))
@@ -256,21 +277,25 @@ def first_rows(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def prepared_key(*parts: object) -> str:
     """Digest of a prepared folder's sources and of its format."""
-    return key_of("prepared", 1, *parts)
+    return key_of("prepared", 2, *parts)
 
 
-def mapped(path: Path) -> Array:
-    """Memory-map an array of prepared data, read-only.
+def mapped(path: Path, allowed: str = _AGAIN) -> Array:
+    """Memory-map an array that fedmq has written, by default of prepared data, read-only.
+
+    Args:
+        path: its file, ``.npy``.
+        allowed: what it is and what to do if it is damaged, for the error.
 
     Raises:
         InputError: the file is missing or damaged.
     """
-    check_regular(path, _MOST_BYTES, _AGAIN)
+    check_regular(path, _MOST_BYTES, allowed)
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types on a damaged header
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(str(path), reason, _AGAIN) from None
+        raise InputError(str(path), reason, allowed) from None
     return array
 
 
@@ -295,6 +320,8 @@ def finish(
     column: Sequence[str] | None = None,
     vocabulary: Sequence[str] = (),
     warnings: DataWarnings = NOTHING,
+    split: str,
+    ignored: Sequence[str] = (),
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
@@ -310,6 +337,8 @@ def finish(
         captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
         label_names=list(label_names),
         warnings=warnings,
+        split=split,
+        ignored=list(ignored),
         mean=list(mean),
         std=list(std),
         **({"vocabulary": list(vocabulary)} if vocabulary else {}),

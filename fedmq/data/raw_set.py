@@ -9,32 +9,35 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ValidationError
 
 from fedmq.config.scenario import Data
-from fedmq.data.item_modalities import Present, presence
 from fedmq.data.labels import MAX_LABELS, one_spelling
-from fedmq.data.splits import first_of_equals
-from fedmq.encoders.image_sets import ImageFiles, Images, ImagesWithGaps, is_folder
-from fedmq.encoders.images import VIDEO_ENDINGS, check_header
+from fedmq.data.prepared_arrays import Present, presence
+from fedmq.data.splits import first_of_equals, split_numbers, splits_of_names
+from fedmq.encoders.image_sets import ImageFiles, Images, ImagesWithGaps, files_below, is_folder
+from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, check_header
 from fedmq.errors import InputError, line_of
 from fedmq.packages import MissingPackageError
+from fedmq.storage.json_files import refusal
 from fedmq.storage.regular_files import check_regular
-from fedmq.text import Progress, tell
+from fedmq.text import Progress, first_few, tell
 
 #: Maximum size of a data set's text file [bytes].
 _MAX_TEXT = 1 << 31
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def is_number(text: str) -> bool:
@@ -59,7 +62,8 @@ class RawSet:
         stamps: n fingerprints of the images; None if their files have not been read.
         column: n values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
         unpaired: items may lack their image or their captions, because the set declares this for each item.
-        alone: files of captions without an image, which are not items.
+        ignored: names of files and items that are not read, by the reason.
+        split_remark: what to say about where the split comes from; possibly empty.
     """
 
     place: str
@@ -74,7 +78,8 @@ class RawSet:
     column: tuple[str, ...] | None = None
     vocabulary: tuple[str, ...] = ()
     unpaired: bool = False
-    alone: tuple[str, ...] = ()
+    ignored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    split_remark: str = ""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -120,6 +125,27 @@ class RawSet:
         """
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
         return presence(self.with_image, captioned)
+
+    def split_by_names(self, paths: Sequence[Sequence[str]]) -> RawSet:
+        """The set with the split that names of files and folders say; items outside of its parts are ignored.
+
+        Args:
+            paths: [n] names, as for :func:`fedmq.data.splits.splits_of_names`.
+        """
+        names, remark = splits_of_names(paths)
+        found = replace(self, split_remark=remark)
+        if names is None:
+            return found
+        inside = [row for row, name in enumerate(names) if name]
+        if len(inside) < len(names):
+            outside = tuple(key for key, name in zip(self.keys, names, strict=True) if not name)
+            found = replace(found.subset(inside), ignored={**self.ignored, "items outside of the splits": outside})
+        return replace(found, split=split_numbers(self.place, [names[row] for row in inside], {}))
+
+    @property
+    def ignored_lines(self) -> list[str]:
+        """One line for each reason for which files are not read."""
+        return [f"ignored, {why} ({len(names)}): {first_few(names)}" for why, names in self.ignored.items() if names]
 
     def labelled(self) -> RawSet:
         """The items that have a label.
@@ -287,16 +313,21 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
         raise InputError(str(path), error.strerror or str(error), readable) from None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, schema: type[Schema], allowed: str) -> Schema:
     """Read a JSON file.
 
+    Args:
+        path: the file.
+        schema: type of its value; other fields are ignored.
+        allowed: what the file should be, for the error.
+
     Raises:
-        InputError: the file is missing, unreadable or not valid JSON.
+        InputError: the file is missing, unreadable, not valid JSON, or does not match the schema.
     """
     try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(str(path), str(error), "valid JSON") from None
+        return schema.model_validate_json(read_text(path))
+    except ValidationError as error:
+        raise refusal(str(path), error, allowed) from None
 
 
 def folder_of(data: Data) -> Path:
@@ -309,6 +340,25 @@ def folder_of(data: Data) -> Path:
         allowed = f"the folder of {data.name}; see docs/reference/data_sets.md for its layout"
         raise InputError("data.path", str(data.path), allowed)
     return data.path
+
+
+def not_read(folder: Path, used: Iterable[Path]) -> dict[str, tuple[str, ...]]:
+    """The files below a folder that a reader did not use: images, and others; for :attr:`RawSet.ignored`.
+
+    Args:
+        folder: the folder.
+        used: files, and folders whose files are all used.
+    """
+    read = {os.path.normpath(path) for path in used}
+    left = [
+        path.relative_to(folder)
+        for path in files_below(folder)
+        if read.isdisjoint(map(os.path.normpath, (path, *path.parents)))
+    ]
+    pictures = sorted(path.as_posix() for path in left if path.suffix.lower() in IMAGE_ENDINGS | VIDEO_ENDINGS)
+    others = sorted(path.as_posix() for path in left if path.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS)
+    found = {"images that no list names": tuple(pictures), "files of other kinds": tuple(others)}
+    return {why: names for why, names in found.items() if names}
 
 
 def refuse_keys(data: Data, names: Iterable[str], what: str) -> None:

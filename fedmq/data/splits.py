@@ -6,8 +6,10 @@ Where a split is sampled, items with the same image, or nearly the same vector, 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.errors import InputError
 from fedmq.seeds import numpy_generator
+from fedmq.text import first_few
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -54,7 +57,65 @@ SPLIT_NAMES: Mapping[str, str] = {
     "validation": "val",
     "dev": "val",
     "test": "test",
+    "testing": "test",
 }
+_WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+@lru_cache(maxsize=4096)
+def split_in(name: str) -> str:
+    """The split that the name of a file or folder says; empty if it says none, or several.
+
+    >>> split_in("val2017"), split_in("photos-Train-00000-of-00002"), split_in("train_val"), split_in("trains")
+    ('val', 'train', '', '')
+    """
+    found = {SPLIT_NAMES[word.lower()] for word in _WORD.findall(name) if word.lower() in SPLIT_NAMES}
+    return found.pop() if len(found) == 1 else ""
+
+
+def splits_of_names(paths: Sequence[Sequence[str]]) -> tuple[list[str] | None, str]:
+    """The split of each item by the names of its file and folders, at the first level that has a train and a test part.
+
+    Without a test part, ``val`` is the test part, as in COCO.
+
+    Args:
+        paths: [n] names of folders, from the outermost, and of the file where that holds many items.
+
+    Returns:
+        Names [n], empty for an item outside of the parts, or None if names say no split; and a remark, possibly empty.
+    """
+    for level in range(max(map(len, paths), default=0)):
+        found = [split_in(names[level]) if level < len(names) else "" for names in paths]
+        if "train" in found and "test" in found:
+            return found, ""
+        if "train" in found and "val" in found:
+            return ["test" if name == "val" else name for name in found], "val is the test split, as there is no other"
+    words = {name: set(map(str.lower, _WORD.findall(name))) for names in paths for name in names}
+    alike = sorted(name for name, parts in words.items() if parts & {*SPLIT_NAMES})
+    look = "looks like a split" if len(alike) == 1 else "look like splits"
+    return None, f"{first_few(alike)} {look}, but a train and a test part are needed" if alike else ""
+
+
+def origin_of_split(given: bool, data: Data, remark: str = "") -> str:
+    """Where :func:`split_of` takes a set's split from.
+
+    Args:
+        given: the files say a split.
+        data: the scenario's data section.
+        remark: what to add, e.g. what looks like a split in the names of files.
+    """
+    sizes = [f"data.{name}" for name in ("queries", "val", "train") if getattr(data, name) is not None]
+    if sizes:
+        origin = f"drawn, because of {' and '.join(sizes)}"
+    else:
+        origin = "from the files" if given else "drawn, because the files say none"
+    return f"{origin} ({remark})" if remark else origin
+
+
+def split_line(origin: str, split: U8) -> str:
+    """One line on a split: where it comes from, and its numbers of items."""
+    counts = [f"{count:,} {name}" for code, name in enumerate(SPLITS) if (count := int((split == code).sum()))]
+    return f"split: {origin}: {', '.join(counts)}"
 
 
 def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
@@ -208,30 +269,36 @@ def split_of(official: U8 | None, n: int, data: Data, usual: Draw, same_images: 
 def split_numbers(
     place: str, names: Sequence[str], aliases: Mapping[str, str], lines: Sequence[int] | None = None
 ) -> U8:
-    """Map a file's split names to indices into ``SPLITS``: uint8 [n].
+    """Map a file's split names, in any case, or numbers to indices into ``SPLITS``: uint8 [n].
 
     Args:
         place: the file, for error messages.
         names: [n] split names as in the file.
-        aliases: the file's split names mapped to those of ``SPLITS``.
+        aliases: the file's split names, in lower case, mapped to those of ``SPLITS``.
         lines: [n] line numbers of the items, for error messages; None numbers the items instead.
 
     Raises:
         InputError: an unknown name; the message gives the item's line or number.
     """
     known = {**{name: name for name in SPLITS}, **aliases}
-    for row, name in enumerate(names):
-        if name not in known:
-            where = f"item {row}" if lines is None else f"line {lines[row]}"
-            raise InputError(f"{place}: {where}: split", name or "nothing", ", ".join(known))
-    return np.array([SPLITS.index(known[name]) for name in names], dtype=np.uint8)
+    numbers = {str(code): name for code, name in enumerate(SPLITS)}
+    found = [(known | numbers).get(name.strip().lower(), "") for name in names]
+    if "" in found:
+        row = found.index("")
+        where = f"item {row}" if lines is None else f"line {lines[row]}"
+        allowed = f"{', '.join(known)}, or their numbers 0 to {len(SPLITS) - 1}"
+        raise InputError(f"{place}: {where}: split", names[row] or "nothing", allowed)
+    return np.array([SPLITS.index(name) for name in found], dtype=np.uint8)
 
 
 # --- items with the same image --------------------------------------------------------------------------------------
 
 #: Largest distance of the unit vectors of one image that was encoded twice, e.g. in batches of different sizes.
 NEAR = 1.5e-3
-_DIRECTIONS, _CHUNK = 8, 4096
+#: Largest quotient of the distances from a crop to its image and to the nearest other one. Of 150 crops of Flickr8k's
+#: photos to 90, 80 and 70 % of each side it finds 99, 87 and 56 %, by lite vectors, and names 1 of 400 other photos.
+MUCH_CLOSER = 0.6
+_DIRECTIONS, _CHUNK, _QUERIES = 8, 4096, 256
 
 
 def first_of_equals(values: Iterable[Hashable]) -> I64:
@@ -256,7 +323,7 @@ def same_rows(array: Array) -> I64:
     )
 
 
-def nearly_equal(vectors: Array, others: Array) -> npt.NDArray[np.bool_]:
+def nearly_equal(vectors: Array, others: Array | None = None) -> npt.NDArray[np.bool_]:
     """Whether the direction of each vector is within :data:`NEAR` of that of one of the others; not that of zeros.
 
     Vectors that are near are also near on any line. So a vector is compared only with the others that are near on one
@@ -264,7 +331,7 @@ def nearly_equal(vectors: Array, others: Array) -> npt.NDArray[np.bool_]:
 
     Args:
         vectors: [q, d].
-        others: [m, d].
+        others: [m, d]; None compares each vector with those before it.
 
     Returns:
         bool [q].
@@ -272,7 +339,8 @@ def nearly_equal(vectors: Array, others: Array) -> npt.NDArray[np.bool_]:
     >>> nearly_equal(np.array([[1.0, 0.0], [2.0, 0.1], [0.0, 0.0]]), np.array([[3.0, 1e-3], [0.0, 1.0]])).tolist()
     [True, False, False]
     """
-    found = np.zeros(len(vectors), np.bool_)
+    found, own = np.zeros(len(vectors), np.bool_), others is None
+    others = vectors if others is None else others
     if not (len(vectors) and len(others)):
         return found
     lines = numpy_generator(0, "near vectors").normal(size=(vectors.shape[1], _DIRECTIONS))
@@ -285,11 +353,40 @@ def nearly_equal(vectors: Array, others: Array) -> npt.NDArray[np.bool_]:
     left, step = np.flatnonzero((first < last) & here.any(axis=1)), 0
     while len(left):
         at = first[left] + step
-        close = np.flatnonzero((np.abs(there[at] - here[left]) <= NEAR).all(axis=1))
+        before = order[at] < left if own else np.True_
+        close = np.flatnonzero((np.abs(there[at] - here[left]) <= NEAR).all(axis=1) & before)
         apart = _unit(vectors[left[close]]) - _unit(others[order[at[close]]])
         found[left[close]] = np.linalg.norm(apart, axis=1) <= NEAR
         step += 1
         left = left[~found[left] & (first[left] + step < last[left])]
+    return found
+
+
+def much_closer_to_one(
+    vectors: Array, others: Array, done: Callable[[int], None] = lambda _: None
+) -> npt.NDArray[np.bool_]:
+    """Whether one of the others is much closer (:data:`MUCH_CLOSER`) to a vector, by cosine distance, than all others.
+
+    Args:
+        vectors: [q, d].
+        others: [m, d], all different.
+        done: receives the number of vectors compared so far.
+
+    Returns:
+        bool [q]; False where the others are fewer than two.
+
+    >>> much_closer_to_one(np.array([[1.0, 0.1], [1.0, 1.0]]), np.eye(2)).tolist()
+    [True, False]
+    """
+    found, unit = np.zeros(len(vectors), np.bool_), _unit(others).astype(np.float32)
+    for start in range(0, len(vectors) if len(others) > 1 else 0, _QUERIES):
+        block = slice(start, start + _QUERIES)
+        distance = 1 - _unit(vectors[block]).astype(np.float32) @ unit.T
+        rows, first = np.arange(len(distance)), distance.argmin(axis=1)
+        nearest = distance[rows, first]
+        distance[rows, first] = np.inf
+        found[block] = nearest <= MUCH_CLOSER * distance.min(axis=1)
+        done(start + len(distance))
     return found
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.data import catalogue
 from fedmq.data.raw_set import U8, RawSet, unreadable, whole
-from fedmq.data.readers import manifest, parquet, photo_folder
+from fedmq.data.readers import manifest, parquet
 from fedmq.data.readers.features import read_features
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.image_sets import files_below
@@ -57,7 +57,7 @@ def reader_of(path: Path, *, images_alone: bool = False) -> str:
     if not path.is_dir():
         raise InputError("--data", str(path), f"an existing file or folder: {_FORMS}")
     found = {file.suffix.lower() for file in files_below(path)}
-    if any(file.name in photo_folder.METADATA for file in files_below(path)):
+    if any(file.name in manifest.METADATA for file in files_below(path)):
         return "folder"
     if any(file.suffix == ".tar" for file in path.iterdir()):
         return "webdataset"
@@ -82,7 +82,7 @@ class OwnData:
         captions: number of captions.
         pairs: number of items with an image and captions.
         left_out: names of the items that lack an image or captions and are left out, each with the reason.
-        alone: files of captions without an image.
+        ignored: a line for each reason for which files are not read.
         example: one item with its captions and labels, in a line; empty if captions are unknown as text.
         unopened: number of images that were not opened, because there are very many.
         missing: the ``data.missing`` with which these items are read; empty for the default.
@@ -97,7 +97,7 @@ class OwnData:
     pairs: int
     split: tuple[int, int] | None
     left_out: tuple[str, ...] = ()
-    alone: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     example: str = ""
     unopened: int = 0
     missing: str = ""
@@ -108,11 +108,10 @@ class OwnData:
         notes = (
             (self.example, self.example),
             (self.left_out, f"items left out ({len(self.left_out)}): {first_few(self.left_out)}"),
-            (self.alone, f"text files without an image next to them ({len(self.alone)}): {first_few(self.alone)}"),
             (self.missing == "keep", f"images without captions, used as images only: {self.items - self.pairs}"),
             (self.unopened, f"{self.unopened:,} images were not opened; fedmq data check opens all of them"),
         )
-        return tuple(line for held, line in notes if held)
+        return (*(line for held, line in notes if held), *self.ignored)
 
 
 def count(path: Path, progress: Progress | None = None, *, images_alone: bool = False) -> OwnData:
@@ -154,7 +153,8 @@ def count(path: Path, progress: Progress | None = None, *, images_alone: bool = 
     captions = sum(map(len, kept.captions))
     pairs, unopened = int(both.sum()), int(kept.with_image.sum()) - opened.tried
     missing = "keep" if alone else "skip" if left_out else ""
-    return OwnData(name, path, len(kept), captions, pairs, split, left_out, raw.alone, kept.example, unopened, missing)
+    ignored = tuple(raw.ignored_lines)
+    return OwnData(name, path, len(kept), captions, pairs, split, left_out, ignored, kept.example, unopened, missing)
 
 
 def _train_and_test(split: U8, both: npt.NDArray[np.bool_]) -> tuple[int, int]:

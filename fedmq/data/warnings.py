@@ -25,11 +25,13 @@ class DataWarnings(Stored):
         merged: rows of a file of features whose image equals an earlier row's: their captions joined that item.
         zero_images: items with an image vector of zeros.
         zero_texts: captions with a vector of zeros.
-        same_images: items whose image vector equals an earlier item's.
+        same_images: items whose image, i.e. its vector or its pixels, equals an earlier item's.
         same_texts: captions whose vector equals a caption's of an earlier item.
-        known: items of val and test whose image vector equals a training item's.
-        public: further items of val and test whose image vector equals a public item's, on which some methods train.
+        known: items of val and test whose image equals a training item's.
+        public: further items of val and test whose image equals a public item's, on which some methods train.
         near: further items of val and test whose image vector is nearly a training item's.
+        tested: items of test.
+        repeated: items of test whose image is, or is nearly, that of another item of test counted before.
         copies: captions whose vector equals the image vector of their item.
         placeholders: captions such as ``None`` or ``N/A``, which often stand for a missing value.
         file_names: captions that end like the name of an image file.
@@ -48,6 +50,8 @@ class DataWarnings(Stored):
     known: int = 0
     public: int = 0
     near: int = 0
+    tested: int = 0
+    repeated: int = 0
     copies: int = 0
     placeholders: int = 0
     file_names: int = 0
@@ -86,10 +90,10 @@ def of_vectors(
     present: npt.NDArray[np.bool_] | None = None,
     split: npt.NDArray[np.uint8] | None = None,
 ) -> DataWarnings:
-    """Counts of zeros and of equal vectors.
+    """Counts of zeros and of equal vectors or pixels; pixels are neither zero nor nearly equal.
 
     Args:
-        image: [n, ...] image inputs; of pixels nothing is counted.
+        image: [n, ...] image inputs.
         text: [N, ...] captions of all items one after the other, one row for an item without captions.
         counts: int64 [n], number of captions of each item.
         present: bool [n, 2], whether each item has an image and captions; None if all have.
@@ -99,24 +103,42 @@ def of_vectors(
     owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
     some = np.array([bool(row.any()) for row in text])
     found = DataWarnings(zero_texts=int((~some & held).sum()), same_texts=int((owner[same_rows(text)] < owner).sum()))
+    first, blank = same_rows(image), np.array([not row.any() for row in image])
+    more, distinct = of_equal_images(first, ~blank, split)
+    found = found.model_copy(update=more)
     if image.ndim > 2:
         return found
-    blank = np.array([not row.any() for row in image])
-    zero = int((blank if present is None else blank & present[:, 0]).sum())
-    first = same_rows(image)
-    same, known, public, near, copies = int((first < np.arange(len(image))).sum()), 0, 0, 0, 0
+    more = {"zero_images": int((blank if present is None else blank & present[:, 0]).sum())}
     if split is not None:
-        train, *heldout = (SPLITS.index(name) for name in ("train", *_HELD_OUT))
-        found_in_training = np.isin(first, first[split == train])
-        known = int((np.isin(split, heldout) & found_in_training).sum())
-        found_in_public = np.isin(first, first[split == SPLITS.index("public")]) & ~found_in_training
-        public = int((np.isin(split, heldout) & found_in_public).sum())
-        others = np.flatnonzero(np.isin(split, heldout) & ~found_in_training)
-        near = int(nearly_equal(image[others], image[split == train]).sum())
+        training = split == SPLITS.index("train")
+        others = np.isin(split, [SPLITS.index(name) for name in _HELD_OUT]) & ~np.isin(first, first[training])
+        more["near"] = int(nearly_equal(image[others], image[training]).sum())
+        more["repeated"] = found.repeated + int(nearly_equal(image[distinct]).sum())
     if image.shape[1:] == text.shape[1:]:
-        copies = sum(bool(row.any()) and np.array_equal(row, image[at]) for row, at in zip(text, owner, strict=True))
-    more = {"zero_images": zero, "same_images": same, "known": known, "public": public, "near": near, "copies": copies}
+        same = (bool(row.any()) and np.array_equal(row, image[at]) for row, at in zip(text, owner, strict=True))
+        more["copies"] = sum(same)
     return found.model_copy(update=more)
+
+
+def of_equal_images(
+    first: npt.NDArray[np.int64], held: npt.NDArray[np.bool_], split: npt.NDArray[np.uint8] | None
+) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
+    """Counts of equal images, by the names of the fields of :class:`DataWarnings`, and the different ones of test.
+
+    Args:
+        first: int64 [n], the first item with the same image as each item.
+        held: bool [n], whether each item has an image.
+        split: uint8 [n], indices into ``SPLITS``; None counts nothing over splits.
+    """
+    counts = {"same_images": int((first < np.arange(len(first))).sum())}
+    if split is None:
+        return counts, np.zeros(0, np.int64)
+    heldout = np.isin(split, [SPLITS.index(name) for name in _HELD_OUT])
+    trained, public = (np.isin(first, first[split == SPLITS.index(name)]) for name in ("train", "public"))
+    rows = np.flatnonzero((split == SPLITS.index("test")) & held)
+    distinct: npt.NDArray[np.int64] = rows[np.unique(first[rows], return_index=True)[1]]
+    counts |= {"known": int((heldout & trained).sum()), "public": int((heldout & public & ~trained).sum())}
+    return counts | {"tested": len(rows), "repeated": len(rows) - len(distinct)}, distinct
 
 
 def of_captions(captions: Iterable[str]) -> dict[str, int]:
@@ -130,26 +152,31 @@ def of_captions(captions: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def sentences(warnings: DataWarnings, *, equal: bool = True, known: bool = True) -> list[str]:
+def sentences(warnings: DataWarnings, *, known: bool = True) -> list[str]:
     """One line for each count that is not 0.
 
     Args:
         warnings: warnings on a data set.
-        equal: also report equal vectors, which many data sets have.
         known: also report the number of held-out items with the image of a training item.
     """
     heldout = "item of val and test has", "items of val and test have"
     placeholder, holds = ("caption says", "captions say"), ("caption has", "captions have")
+    most = 1 - warnings.repeated / max(1, warnings.tested)
+    of = f"of {warnings.tested:,} test items"
+    again = (
+        f"the image of another one, as each is an item of its own: from image to text, R@1 can reach at most {most:.2f}"
+    )
     cut = f"as the text encoder reads only the beginning; first: {warnings.first_cut}"
     notes = (
         (warnings.padding, ("row of zeros", "rows of zeros"), "after the captions treated as padding"),
         (warnings.merged, ("row", "rows"), "with the image of an earlier row read as captions of one item"),
         (warnings.zero_images, ("image vector is", "image vectors are"), "zero"),
         (warnings.zero_texts, ("caption vector is", "caption vectors are"), "zero"),
-        (warnings.same_images * equal, ("image vector equals", "image vectors equal"), "that of an earlier item"),
-        (warnings.same_texts * equal, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
-        (warnings.known * known, heldout, "the image vector of a training item"),
-        (warnings.public, heldout, "the image vector of a public item"),
+        (warnings.repeated, (f"{of} has", f"{of} have"), again),
+        (warnings.same_images, ("image equals", "images equal"), "that of an earlier item"),
+        (warnings.same_texts, ("caption vector equals", "caption vectors equal"), "one of an earlier item"),
+        (warnings.known * known, heldout, "the image of a training item"),
+        (warnings.public, heldout, "the image of a public item"),
         (warnings.near, heldout, "nearly the image vector of a training item, like one image that was encoded twice"),
         (warnings.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (warnings.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,19 @@ def stated_digest(digest: str, later: str = "") -> str:
         later: :attr:`Encoder.later`.
     """
     return hashlib.sha256(f"{digest} {later}".encode()).hexdigest()
+
+
+def too_long(texts: Sequence[str], most: int, longer: Callable[[list[str]], Iterable[bool]]) -> list[bool]:
+    """Whether each text has more tokens than an encoder reads.
+
+    Args:
+        texts: the texts.
+        most: tokens that the encoder reads, two of which mark the start and the end.
+        longer: says it of some texts by tokenising them. A token stands for at least one byte, so most need not be.
+    """
+    doubtful = [text for text in texts if len(text.encode()) + 2 > most]
+    found = dict(zip(doubtful, longer(doubtful), strict=True)) if doubtful else {}
+    return [found.get(text, False) for text in texts]
 
 
 @dataclass(frozen=True)

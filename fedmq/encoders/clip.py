@@ -22,6 +22,7 @@ from open_clip.model import CLIP
 from torch import Tensor, nn
 
 from fedmq.config.sections import Modality
+from fedmq.encoders.base import too_long
 from fedmq.encoders.clip_weights import SCALES, Weights, config_of, context_length, skeleton
 from fedmq.errors import InputError, RunError
 
@@ -196,12 +197,6 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
     return tokens
 
 
-def _tokens_of(name: str, texts: Sequence[str]) -> list[int]:
-    """Number of tokens of each text, without those for its start and end."""
-    tokeniser = _tokeniser(name)
-    return [len(tokeniser.encode(text)) for text in texts]
-
-
 def _tokeniser(name: str) -> open_clip.SimpleTokenizer:
     config = config_of(name)
     text = config["text_cfg"]
@@ -219,11 +214,9 @@ def _tokeniser(name: str) -> open_clip.SimpleTokenizer:
 def cut(name: str, texts: Sequence[str]) -> list[bool]:
     """Whether each text has more tokens than the model reads; errors as in :func:`tokenise`."""
     limit = context_length(config_of(name))
-    # A token stands for at least one byte, so that most texts need not be tokenised.
-    long = [len(text.encode()) + 2 > limit for text in texts]
-    doubtful = [text for text, is_long in zip(texts, long, strict=True) if is_long]
-    counted = iter(_tokens_of(name, doubtful) if doubtful else ())
-    return [is_long and next(counted) + 2 > limit for is_long in long]
+    return too_long(
+        texts, limit, lambda some: (len(tokens) + 2 > limit for tokens in map(_tokeniser(name).encode, some))
+    )
 
 
 def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: str = "cpu") -> Floats:

@@ -1,15 +1,12 @@
 """Load and validate the weights of open_clip models, and cache them as one safetensors file per tower."""
 
 import difflib
-import functools
-import json
 import re
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import open_clip
 import safetensors
@@ -18,26 +15,43 @@ import torch
 from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip.convert import convert_state_dict
 from open_clip.model import CLIP, CustomTextCLIP, convert_to_custom_text_state_dict
-from pydantic import JsonValue
+from pydantic import Field
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
+from fedmq.encoders.foreign_weights import state_of
 from fedmq.errors import InputError, RunError
 from fedmq.seeds import derive
+from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
+from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.locks import locked
-from fedmq.storage.regular_files import read_regular
 
-_MOST_LAYERS = 1000
-CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
 # In checkpoints, but not part of either tower.
 SCALES = ("logit_scale", "logit_bias")
 # Only in the files that OpenAI published.
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 # In old checkpoints; the model computes or does not need them.
 IGNORED = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
+
+
+_Layers = Annotated[int, Field(gt=0, le=1000)]
+
+
+class _Tower(Stored):
+    """The part of a model's configuration on one tower."""
+
+    layers: _Layers | list[_Layers] | None = None
+
+
+class _Config(Stored):
+    """A model's configuration."""
+
+    embed_dim: int
+    vision_cfg: _Tower
+    text_cfg: _Tower
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -51,7 +65,7 @@ def config_of(name: str) -> dict[str, Any]:
             supported.
     """
     if name.endswith(".json"):
-        config: Mapping[str, Any] = _config_in(Path(name))
+        config: Mapping[str, Any] = read_json(Path(name), _Config, "a configuration of an open_clip model").plain()
     else:
         known = open_clip.list_models()
         if name not in known:
@@ -73,30 +87,6 @@ def config_of(name: str) -> dict[str, Any]:
     # Weights come from backbone.pretrained only; do not let timm download any.
     config["vision_cfg"].pop("timm_model_pretrained", None)
     return dict(config)
-
-
-def _config_in(path: Path) -> dict[str, JsonValue]:
-    """The configuration in a file.
-
-    Raises:
-        InputError: the file cannot be read, or has no configuration of two towers.
-    """
-    place = f"backbone.name: {path}"
-    try:
-        config = json.loads(read_regular(path, "a readable .json file of a model"))
-    except (ValueError, RecursionError) as error:
-        raise InputError(place, str(error), "a readable .json file of a model") from None
-    if not isinstance(config, dict) or not all(key in config for key in CONFIG_KEYS):
-        raise InputError(place, "no model", f"a JSON object with {', '.join(CONFIG_KEYS)}")
-    for key in ("vision_cfg", "text_cfg"):
-        tower = config[key]
-        if not isinstance(tower, dict):
-            raise InputError(f"{place}: {key}", type(tower).__name__, "a JSON object")
-        layers = tower.get("layers")
-        for count in layers if isinstance(layers, list) else [layers]:
-            if isinstance(count, int | float) and not 0 < count <= _MOST_LAYERS:
-                raise InputError(f"{place}: {key}.layers", count, f"1 to {_MOST_LAYERS}")
-    return config
 
 
 def _built(config: Mapping[str, Any]) -> nn.Module:
@@ -208,120 +198,84 @@ def preprocessing(backbone: Backbone) -> Preprocessing:
     return shared if implied else replace(shared, unnamed=(*shared.mean, *shared.std))
 
 
-def _is_torchscript(path: Path) -> bool:
-    """Whether a file is a TorchScript archive, as published by OpenAI, instead of a state dict."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Load the state dict of a local file, without unpickling anything but tensors.
+    """Load the state dict of a local file, in the quarantine.
 
     Raises:
         InputError: the file is unreadable or not a state dict.
     """
+    allowed = (
+        "a state dict, .safetensors or .pt of tensors alone; of a TorchScript archive save "
+        "torch.jit.load(FILE, map_location='cpu').state_dict() once"
+    )
     place = f"backbone.pretrained: {path}"
-    try:
-        if path.suffix == ".safetensors":
-            state: Any = safetensors.torch.load_file(path)
-        elif _is_torchscript(path):
-            once = "torch.save(torch.jit.load(FILE, map_location='cpu').state_dict(), OTHER)"
-            allowed = f"a state dict; convert the archive once with {once}; for OpenAI's CLIP the tag openai works, too"
-            raise InputError(place, "a TorchScript archive", allowed)
-        else:
-            # Memory-mapped where possible, so that the checkpoint and the model need not be in memory together.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except InputError:
-        raise
-    except Exception as error:  # torch.load raises various exceptions on a corrupt file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if "weights_only" in str(error):
-            reason = "something other than tensors"  # torch's own message advises to disable the check
-        raise InputError(place, reason, "a state dict (.safetensors, or .pt readable with weights_only)") from None
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
-    if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor | int) for v in state.values()):
-        raise InputError(f"backbone.pretrained: {path}", type(state).__name__, "a mapping of names to tensors")
-    return {str(key).removeprefix("module."): value for key, value in state.items()}
+    read = quarantine.read(state_of, path, place=place, allowed=allowed, files=[path], libraries=["torch"])
+    return {name: torch.as_tensor(value) for name, value in read.items()}
 
 
-def _names_in(path: Path) -> frozenset[str]:
-    """Names of the parameters in a local file, cached until the file changes.
+def fitting(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The parameters that a model needs, out of a file's.
 
     Raises:
-        InputError: the file is unreadable or not a state dict.
+        InputError: a parameter is missing or has the wrong shape.
     """
-    about = path.stat()
-    return _names_read(path, about.st_size, about.st_mtime_ns)
+    for name, value in wanted.items():
+        if name not in state or state[name].shape != value.shape:
+            found = f"shape {list(state[name].shape)}" if name in state else "no such parameter"
+            raise InputError(f"backbone.pretrained: {path}: {name}", found, f"shape {list(value.shape)}")
+    return {name: state[name] for name in wanted}
 
 
-@functools.lru_cache(maxsize=8)
-def _names_read(path: Path, _size: int, _changed: int) -> frozenset[str]:
-    if path.suffix != ".safetensors":
-        return frozenset(read_checkpoint(path))
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return frozenset(name.removeprefix("module.") for name in file.keys())  # noqa: SIM118 - not a mapping
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InputError(f"backbone.pretrained: {path}", str(error), "a readable .safetensors file") from None
-
-
-def _checked_state(model: nn.Module, path: Path) -> dict[str, Tensor]:
+def _checked_state(backbone: Backbone, model: nn.Module, path: Path) -> dict[str, Tensor]:
     """A local file's weights; all names and shapes must match those of the model, which may be a skeleton.
 
     Raises:
-        InputError: a parameter is missing, unknown or has the wrong shape.
+        InputError: a parameter is missing, unknown or has the wrong shape, or the weights need another activation.
     """
-    state = convert_state_dict(model, read_checkpoint(path))
+    state = read_checkpoint(path)
+    if not config_of(backbone.name).get("quick_gelu", False) and state.keys() >= set(OPENAI_MARKS):
+        other = f"{backbone.name}-quickgelu"
+        if other not in open_clip.list_models():
+            other = 'a model with "quick_gelu": true'
+        allowed = f"{other} for {path}: OpenAI's weights were trained with its activation"
+        raise InputError("backbone.name", backbone.name, allowed)
+    state = convert_state_dict(model, state)
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
         state = convert_to_custom_text_state_dict(state)
     state = {name: value for name, value in state.items() if name not in (*SCALES, *IGNORED)}
     wanted = {name: value for name, value in model.state_dict().items() if name not in SCALES}
-    place = f"backbone.pretrained: {path}"
-    for name, value in wanted.items():
-        if name not in state:
-            raise InputError(f"{place}: {name}", "no such parameter", f"shape {list(value.shape)}")
-        if state[name].shape != value.shape:
-            raise InputError(f"{place}: {name}", f"shape {list(state[name].shape)}", f"shape {list(value.shape)}")
     if unknown := sorted(set(state) - set(wanted)):
-        raise InputError(f"{place}: {unknown[0]}", "a parameter the model does not have", "weights of this model")
-    return state
+        place = f"backbone.pretrained: {path}: {unknown[0]}"
+        raise InputError(place, "a parameter the model does not have", "weights of this model")
+    return fitting(state, wanted, path)
+
+
+def source_of(name: str, wanted: str | None, tags: Sequence[str]) -> tuple[str, str]:
+    """Source of a model's weights: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
+
+    Raises:
+        InputError: ``wanted`` is neither a tag of the model nor a file.
+    """
+    if wanted is None:
+        return "random", ""
+    if wanted in tags:
+        return "tag", wanted
+    if Path(wanted).is_file():
+        return "file", wanted
+    raise InputError("backbone.pretrained", wanted, f"a file, or a tag of {name}: {', '.join(tags) or 'it has none'}")
 
 
 def _source_of(backbone: Backbone) -> tuple[str, str]:
-    """Source of the weights: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
-
-    Raises:
-        InputError: ``pretrained`` is neither a tag of the model nor a file, or its weights need another activation.
-    """
-    wanted = backbone.pretrained
-    if wanted is None:
-        return "random", ""
-    tags, quick = _tags_of(backbone.name), bool(config_of(backbone.name).get("quick_gelu", False))
-    if wanted in tags:
-        trained = bool(open_clip.get_pretrained_cfg(backbone.name, wanted).get("quick_gelu", False))
-        if trained != quick:
+    """As :func:`source_of`, which also checks that the model has the activation with which a tag was trained."""
+    kind, what = source_of(backbone.name, backbone.pretrained, _tags_of(backbone.name))
+    if kind == "tag":
+        trained = bool(open_clip.get_pretrained_cfg(backbone.name, what).get("quick_gelu", False))
+        if trained != bool(config_of(backbone.name).get("quick_gelu", False)):
             # open_clip only warns, and the features would be wrong.
             other = f"{backbone.name}-quickgelu" if trained else backbone.name.removesuffix("-quickgelu")
-            raise InputError(
-                "backbone.name",
-                backbone.name,
-                f"{other} for the weights {wanted}, which were trained with its activation",
-            )
-        return "tag", wanted
-    if Path(wanted).is_file():
-        # Checked here, not on loading: with cached features the weights are never loaded.
-        if not quick and _names_in(Path(wanted)).issuperset(OPENAI_MARKS):
-            other = f"{backbone.name}-quickgelu"
-            if other not in open_clip.list_models():
-                other = 'a model with "quick_gelu": true'
-            allowed = f"{other} for {wanted}: OpenAI's weights were trained with its activation"
+            allowed = f"{other} for the weights {what}, which were trained with its activation"
             raise InputError("backbone.name", backbone.name, allowed)
-        return "file", wanted
-    known = f"a file, or a tag of {backbone.name}: {', '.join(tags) or 'it has none'}"
-    raise InputError("backbone.pretrained", wanted, known)
+    return kind, what
 
 
 def digest_of(path: Path, cache: Path) -> str:
@@ -366,7 +320,7 @@ def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.
             raise RunError(why) from error
         return fetched.eval().requires_grad_(False)
     # Before the model is constructed, which may be much larger than the file.
-    state = _checked_state(skeleton(backbone.name, config), Path(what)) if kind == "file" else None
+    state = _checked_state(backbone, skeleton(backbone.name, config), Path(what)) if kind == "file" else None
     # open_clip initialises from the global generator, whose state fork_rng restores.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone", backbone.name))

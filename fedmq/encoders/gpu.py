@@ -7,7 +7,7 @@ import os
 import torch
 
 
-def repeatable() -> None:
+def make_gpu_repeatable() -> None:
     """Make this process's GPU computations bitwise reproducible.
 
     By default, gradients of indexing, scatter and fused attention are summed by atomic additions in varying order, and
@@ -29,7 +29,7 @@ def repeatable() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def kind_of(device: str) -> dict[str, str]:
+def gpu_of(device: str) -> dict[str, str]:
     """The GPU's name under the key ``gpu``, for the run's records; empty for the CPU.
 
     Args:
@@ -38,7 +38,7 @@ def kind_of(device: str) -> dict[str, str]:
     return {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
 
 
-def release_unused_memory() -> None:
+def release_unused_gpu_memory() -> None:
     """Return torch's cached, unused GPU memory to the device; does nothing if no GPU was used.
 
     Otherwise each of the silos that share a GPU would hold a task's peak memory until the run ends.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import blake3
+from typing_extensions import override
 
 from fedmq.encoders import images
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Pixels, decode, spread_evenly, video_frames
@@ -21,29 +23,31 @@ from fedmq.storage.cache import file_digests
 _REPORTED = 256  # images between two reports of progress
 
 
-class Images(Protocol):
+class Images(ABC):
     """n images in a fixed order."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @property
     def clips(self) -> bool:
         """Whether the images are videos, whose frames are pooled."""
-        ...
+        return False
 
+    @abstractmethod
     def frames(self, row: int) -> list[Pixels]:
         """Decode one image or a video's frames: uint8 [height, width, 3] each.
 
         Raises:
             InputError: the image is unreadable; the message names its file.
         """
-        ...
 
+    @abstractmethod
     def name(self, row: int) -> str:
         """Name of this image in error messages."""
-        ...
 
-    def stamps(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+    @abstractmethod
+    def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """Fingerprint of each image's content and of its decoding, which changes if the image is replaced.
 
         Args:
@@ -52,19 +56,19 @@ class Images(Protocol):
         Raises:
             InputError: a file cannot be read.
         """
-        ...
 
-    def contents(self, on_progress: Callable[[int], None] = ...) -> tuple[str, ...]:
+    def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """A text for each image, the same for two images if one is a copy of the other; errors as of `stamps`."""
-        ...
+        return self.stamps(on_progress)
 
     def missing(self, row: int) -> bool:
         """Whether this image's file does not exist."""
-        ...
+        del row
+        return False
 
-    def subset(self, rows: Sequence[int]) -> Images:
+    @abstractmethod
+    def subset(self, rows: Sequence[int]) -> Self:
         """The images of the given rows, in the given order."""
-        ...
 
 
 def exists(path: Path) -> bool:
@@ -138,7 +142,7 @@ def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
 
 
 @dataclass(frozen=True)
-class ImageFiles:
+class ImageFiles(Images):
     """Images in files.
 
     Args:
@@ -155,16 +159,17 @@ class ImageFiles:
         return len(self.paths)
 
     @property
+    @override
     def clips(self) -> bool:
-        """Whether more than one frame per image is taken."""
         return self.wanted > 1
 
+    @override
     def name(self, row: int) -> str:
-        """The image's path."""
         return str(self.paths[row])
 
+    @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The digest of the bytes, and the parameters of decoding; of a folder, the digests of its frames in order."""
+        # The digest of the bytes, and the parameters of decoding; of a folder, the digests of its frames in order.
         files = [self._frames(path) if is_folder(path) else [path] for path in self.paths]
         flat = [file for inside in files for file in inside]
         digests = iter(file_digests(flat, lambda done: on_progress(done * len(files) // len(flat))))
@@ -174,8 +179,6 @@ class ImageFiles:
             order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
             stamps.append(f"{content}|{self.wanted}|{images.PIXELS_VERSION}{order}")
         return tuple(stamps)
-
-    contents = stamps
 
     def _frames(self, folder: Path) -> list[Path]:
         """The frames in a folder, ordered by the numbers in their names.
@@ -194,12 +197,12 @@ class ImageFiles:
             raise InputError(str(folder), "a folder without images", "a folder of a video's frames")
         return inside
 
+    @override
     def missing(self, row: int) -> bool:
-        """Whether the path does not exist."""
         return not exists(self.paths[row])
 
+    @override
     def frames(self, row: int) -> list[Pixels]:
-        """Decode one image, or ``wanted`` evenly spaced frames: uint8 [height, width, 3] each."""
         path = self.paths[row]
         if is_folder(path):
             inside = self._frames(path)
@@ -208,32 +211,37 @@ class ImageFiles:
             video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path, DataItemError)]
         )
 
+    @override
     def subset(self, rows: Sequence[int]) -> Self:
-        """The images of the given rows, in the given order."""
         return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
 
 
-class Stack(Protocol):
+class Stack(ABC):
     """n images stored together, in an array or an archive, opened and read lazily."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def name(self, row: int) -> str:
         """Name of one image in error messages."""
-        ...
 
     @property
+    @abstractmethod
     def stamp(self) -> str:
         """Fingerprint of the images and their order, which changes if one of their files is replaced."""
-        ...
 
+    @abstractmethod
     def image(self, row: int) -> Pixels:
-        """Read one image: uint8 [height, width, 3]."""
-        ...
+        """Read one image: uint8 [height, width, 3].
+
+        Raises:
+            InputError: it cannot be read.
+        """
 
 
 @dataclass(frozen=True)
-class StoredImages:
+class StoredImages(Images):
     """Images that are stored together, as the rows of an array or in an archive.
 
     Args:
@@ -247,23 +255,18 @@ class StoredImages:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def clips(self) -> bool:
-        """Always False: the rows are images."""
-        return False
-
+    @override
     def name(self, row: int) -> str:
-        """As the stack calls it: file, array and row."""
         return self.stack.name(self.rows[row])
 
+    @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The stack's fingerprint, the row, and the version of the decoding."""
         del on_progress  # few files
         stamp = self.stack.stamp
         return tuple(f"{stamp}|{row}|{images.PIXELS_VERSION}" for row in self.rows)
 
+    @override
     def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """The digest of each row's pixels."""
         found = []
         for done, row in enumerate(self.rows, 1):
             pixels = self.stack.image(row)
@@ -272,22 +275,17 @@ class StoredImages:
                 on_progress(done)
         return tuple(found)
 
-    def missing(self, row: int) -> bool:
-        """Always False: the array holds all rows."""
-        del row
-        return False
-
+    @override
     def frames(self, row: int) -> list[Pixels]:
-        """Read one image: uint8 [height, width, 3], as a list of one frame."""
         return [self.stack.image(self.rows[row])]
 
+    @override
     def subset(self, rows: Sequence[int]) -> Self:
-        """The images of the given rows, in the given order."""
         return type(self)(self.stack, tuple(self.rows[row] for row in rows))
 
 
 @dataclass(frozen=True)
-class ImagesWithGaps:
+class ImagesWithGaps(Images):
     """The images of n items, some of which have no image.
 
     Args:
@@ -302,44 +300,41 @@ class ImagesWithGaps:
         return len(self.rows)
 
     @property
+    @override
     def clips(self) -> bool:
-        """Whether the existing images are videos."""
         return self.held.clips
 
+    @override
     def name(self, row: int) -> str:
-        """The image's name; ``no image`` for an item without one."""
         at = self.rows[row]
         return "no image" if at is None else self.held.name(at)
 
+    @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """As for the existing images; each item without one has its own stamp, as such items share no image."""
         return self._filled(self.held.stamps(on_progress))
 
+    @override
     def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """As for the existing images; each item without one has distinct contents."""
         return self._filled(self.held.contents(on_progress))
 
     def _filled(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        # Each item without an image has a text of its own, as such items share no image.
         return tuple(f"none|{row}" if at is None else texts[at] for row, at in enumerate(self.rows))
 
+    @override
     def missing(self, row: int) -> bool:
-        """Whether the item has an image whose file does not exist."""
         at = self.rows[row]
         return at is not None and self.held.missing(at)
 
+    @override
     def frames(self, row: int) -> list[Pixels]:
-        """Decode the item's image.
-
-        Raises:
-            InputError: it has none, or its image is unreadable.
-        """
         at = self.rows[row]
         if at is None:
             raise InputError(f"item {row}", "no image", "an item with an image")
         return self.held.frames(at)
 
+    @override
     def subset(self, rows: Sequence[int]) -> Self:
-        """The images of the given items, in the given order."""
         chosen = [self.rows[row] for row in rows]
         places = {at: place for place, at in enumerate(at for at in chosen if at is not None)}
         return type(self)(self.held.subset(list(places)), tuple(None if at is None else places[at] for at in chosen))

@@ -110,7 +110,7 @@ def _from(function: Callable[[str, str], T], path: Path, error: type[InputError]
         raise InputError(str(path), "no such file", "an image")
     allowed, name = "a readable image", str(path)
     return quarantine.read(
-        function, name, name, place=name, allowed=allowed, files=[path], libraries=_LIBRARIES, error=error
+        function, path, name, place=name, allowed=allowed, files=[path], libraries=_LIBRARIES, error=error
     )
 
 
@@ -314,6 +314,13 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC",
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
     left, top = (round((side - edge) / 2) for side in size)
     return np.asarray(scaled.crop((left, top, left + edge, top + edge)))
+
+
+def difference_hash(pixels: Pixels) -> int:
+    """64 bits: whether each of 8 x 8 areas is darker than the one to its right (Krawetz 2013, "Kind of Like That")."""
+    image = package("PIL.Image", "embedded", "image")
+    small = np.asarray(image.fromarray(pixels).convert("L").resize((9, 8), image.Resampling.BOX))
+    return int.from_bytes(np.packbits(small[:, :-1] < small[:, 1:]).tobytes(), "big")
 
 
 def as_pixels(image: object, place: str) -> Pixels:

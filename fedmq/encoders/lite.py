@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.errors import InputError
+from fedmq.encoders.base import too_long
 from fedmq.packages import package
 
 if TYPE_CHECKING:
@@ -181,12 +181,7 @@ def frame(image: Pixels) -> Pixels:
 
     Returns:
         uint8 [EDGE, EDGE, 3].
-
-    Raises:
-        InputError: the shape or dtype is wrong, or the image is empty.
     """
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-        raise InputError("image", f"{image.dtype} {list(image.shape)}", "uint8 [height, width, 3], none of them 0")
     paper = image[0, 0].astype(np.int16)
     corners = image[[0, 0, -1, -1], [0, -1, 0, -1]]
     top, left, bottom, right = 0, 0, image.shape[0], image.shape[1]
@@ -235,9 +230,6 @@ def image_features(images: Iterable[Pixels]) -> Floats:
 
     Returns:
         float32 [n, IMAGE_DIM].
-
-    Raises:
-        InputError: a package is missing, or an image has another shape or type.
     """
     tower = image_tower()
     parts = [np.empty((0, IMAGE_DIM), np.float32)]
@@ -317,11 +309,9 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
 
 def cut(texts: Sequence[str]) -> list[bool]:
     """Whether each text has more than ``MAX_TOKENS`` tokens; errors as in :func:`text_features`."""
-    # A token stands for at least one byte, so that most texts need not be tokenised.
-    long = [len(text.encode()) + 2 > MAX_TOKENS for text in texts]
-    doubtful = [text for text, is_long in zip(texts, long, strict=True) if is_long]
-    overflowing = iter(text_tower()[0].encode_batch(doubtful) if doubtful else ())
-    return [is_long and bool(next(overflowing).overflowing) for is_long in long]
+    return too_long(
+        texts, MAX_TOKENS, lambda some: (bool(found.overflowing) for found in text_tower()[0].encode_batch(some))
+    )
 
 
 def text_features(texts: Sequence[str]) -> Floats:
@@ -334,13 +324,8 @@ def text_features(texts: Sequence[str]) -> Floats:
         float32 [n, TEXT_DIM], unit length.
 
     Raises:
-        InputError: a package is missing, or a text cannot be encoded as UTF-8.
+        InputError: a package is missing.
     """
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError("text", text[:80], "whole characters of Unicode") from None
     tokenizer, weights = text_tower()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
     blank = tokenizer.encode("").ids
@@ -373,14 +358,8 @@ def _heads() -> dict[str, Tensor]:
     """The shipped heads as float32: ``<tower>.<member>.<layer>.weight`` and ``.bias``.
 
     Matrices are stored as int8 with one float32 scale per row, which preserves embeddings to about three digits.
-
-    Raises:
-        InputError: safetensors is not installed, or the file is missing.
     """
-    load = _package("safetensors.torch").load_file
-    if not HEADS.is_file():
-        raise InputError(str(HEADS.name), "no such file", "the file that python tools/align_lite.py train writes")
-    stored = load(HEADS)
+    stored = _package("safetensors.torch").load_file(HEADS)
     return {
         name: value.float() * stored[f"{name}.scale"][:, None] if value.dtype == torch.int8 else value
         for name, value in stored.items()
@@ -419,9 +398,6 @@ def align(tower: str, features: Floats) -> Floats:
 
     Returns:
         float32 [n, DIM], unit length.
-
-    Raises:
-        InputError: safetensors or the file of the heads is missing.
     """
     w = _heads()
     members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
@@ -445,9 +421,6 @@ def encode_images(images: Iterable[Pixels]) -> Floats:
 
     Returns:
         float32 [n, DIM], unit length.
-
-    Raises:
-        InputError: a package is missing, or an image has another shape or type.
     """
     return align("image", image_features(images))
 
@@ -469,13 +442,7 @@ def encode_texts(texts: Sequence[str]) -> Floats:
 
 @functools.cache
 def weights_digest() -> str:
-    """SHA-256 (hex) of the files of both towers and the heads, used as a cache key.
-
-    Raises:
-        InputError: a package or the heads are missing.
-    """
-    if not HEADS.is_file():
-        raise InputError(str(HEADS.name), "no such file", "the file that python tools/align_lite.py train writes")
+    """SHA-256 (hex) of the files of both towers and the heads, used as a cache key."""
     digest = hashlib.sha256(b"fedmq-lite-1")
     for path in (_image_weights(), _text_folder() / "model.safetensors", _text_folder() / "tokenizer.json", HEADS):
         digest.update(hashlib.sha256(path.read_bytes()).digest())

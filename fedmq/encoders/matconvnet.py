@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedmq.config.scenario import Backbone
+from fedmq.encoders.foreign_weights import structs_of
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digest, key_of
-from fedmq.storage.mat_files import structs_of
 
 Layer = Callable[[Tensor], Tensor]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmq.config.scenario import TIMM, Backbone
-from fedmq.encoders.clip_weights import digest_of, read_checkpoint
+from fedmq.encoders.clip_weights import digest_of, fitting, read_checkpoint, source_of
 from fedmq.errors import InputError, RunError
 from fedmq.packages import package
 from fedmq.seeds import derive
@@ -40,22 +40,10 @@ def architecture(backbone: Backbone) -> str:
 
 
 def _source(backbone: Backbone) -> tuple[str, str]:
-    """Source of the weights: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
-
-    Raises:
-        InputError: ``pretrained`` is neither a file nor a tag of the model.
-    """
-    name, wanted = architecture(backbone), backbone.pretrained
-    if wanted is None:
-        return "random", ""
-    tags = [
-        model.partition(".")[2] for model in package("timm", "embedded", "backbone.name").list_pretrained(f"{name}.*")
-    ]
-    if wanted in tags:
-        return "tag", wanted
-    if Path(wanted).is_file():
-        return "file", wanted
-    raise InputError("backbone.pretrained", wanted, f"a file, or a tag of {name}: {', '.join(tags) or 'it has none'}")
+    """Source of the weights, see :func:`source_of`."""
+    name = architecture(backbone)
+    models = package("timm", "embedded", "backbone.name").list_pretrained(f"{name}.*")
+    return source_of(name, backbone.pretrained, [model.partition(".")[2] for model in models])
 
 
 def preprocessing(backbone: Backbone) -> Mapping[str, Any]:
@@ -112,11 +100,7 @@ def _load(model: nn.Module, path: Path) -> None:
         module = importlib.import_module(type(model).__module__)
         convert = getattr(module, "checkpoint_filter_fn", None)
         state = convert(state, model) if convert else getattr(module, "_filter_fn", lambda same: same)(state)
-    for name, value in wanted.items():
-        if name not in state or state[name].shape != value.shape:
-            found = f"shape {list(state[name].shape)}" if name in state else "no such parameter"
-            raise InputError(f"backbone.pretrained: {path}: {name}", found, f"shape {list(value.shape)}")
-    model.load_state_dict({name: state[name] for name in wanted})
+    model.load_state_dict(fitting(state, wanted, path))
 
 
 def load(backbone: Backbone, seed: int, device: str) -> tuple[nn.Module, Mapping[str, Any]]:

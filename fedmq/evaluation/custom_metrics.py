@@ -2,20 +2,23 @@
 
 A scenario names them: ``evaluation: {metrics: [./mine.py, mrr]}``. A file defines ``METRIC``, one
 :class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, a list of them; an entry point names a module that does. The
-coordinator, the evaluator and the silos all load them.
+coordinator, the evaluator and the silos all load them. A value that is not a number, or not within the bounds, is left
+out and named on stderr; the other metrics are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from fedmq.config import plug_ins
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
-from fedmq.text import nearest
+from fedmq.evaluation.metrics import BUILT_IN, Measure, Measured, Metric, is_known
+from fedmq.text import nearest, print_line
 
 #: Entry point group of installed metrics.
 GROUP = "fedmq.metrics"
@@ -37,7 +40,44 @@ def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:
                 where = f"of {taken[name]}" if name in taken else "of fedmq's own"
                 raise InputError(f"{_PLACE}: {source}", f"metric {name}", f"a name that is not one {where}")
             taken[name] = source
-    return (*BUILT_IN, *(measure for _, measure in user_measures))
+    return (*BUILT_IN, *(_contained(measure, plug_ins.label(source)) for source, measure in user_measures))
+
+
+def _contained(measure: Measure, source: str) -> Measure:
+    """The measure without the values that cannot be used: they must not take the other metrics with them."""
+
+    def compute(items: Measured) -> dict[str, float]:
+        values: dict[str, float] = {}
+        try:
+            for name, value in measure.compute(items).items():
+                if (wrong := _objection(name, value, measure.metrics)) is None:
+                    values[name] = float(value)
+                else:
+                    _tell(f"metric {wrong}; {source} computed it, and it is left out")
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            names = ", ".join(measure.names_under(items.evaluation))
+            _tell(f"metric {names}: left out, {source} failed: {type(error).__name__}: {error}")
+        return values
+
+    return replace(measure, compute=compute)
+
+
+def _objection(name: str, value: object, metrics: Iterable[Metric]) -> str | None:
+    metric = next((hit for entry in metrics if (hit := entry.named(name))), None)
+    if metric is None:
+        return f"{name}, which has no entry"
+    try:
+        return metric.objection(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return f"{name}: found a {type(value).__name__}, allowed: a number"
+
+
+@lru_cache
+def _tell(line: str) -> None:
+    """Print a line once per process: silos compute their metrics again and again."""
+    print_line(line, error=True)
 
 
 def custom_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
@@ -51,7 +91,7 @@ def _loaded(source: str) -> tuple[Measure, ...]:
     if plug_ins.is_reference(source):
         module: Any = plug_ins.load(source)
     else:
-        installed = {each.name: each for each in entry_points(group=GROUP)}
+        installed = {entry.name: entry for entry in entry_points(group=GROUP)}
         if source not in installed:
             known = ", ".join(nearest(source, installed)) or "none is installed"
             raise InputError(_PLACE, source, f"a Python file (./mine.py), or an entry point of {GROUP}: {known}")
@@ -59,13 +99,13 @@ def _loaded(source: str) -> tuple[Measure, ...]:
             module = installed[source].load()
         except Exception as error:
             raise InputError(place, f"{type(error).__name__}: {error}", "a package that can be imported") from error
-    found = [*([module.METRIC] if hasattr(module, "METRIC") else []), *getattr(module, "METRICS", ())]
-    if not found:
+    measures = [*([module.METRIC] if hasattr(module, "METRIC") else []), *getattr(module, "METRICS", ())]
+    if not measures:
         raise InputError(place, "neither METRIC nor METRICS", _ALLOWED)
-    strange = [each for each in found if not isinstance(each, Measure)]
+    strange = [item for item in measures if not isinstance(item, Measure)]
     if strange:
         raise InputError(place, f"a {type(strange[0]).__name__}", _ALLOWED)
-    return tuple(found)
+    return tuple(measures)
 
 
 def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Metric]:
@@ -76,5 +116,25 @@ def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Me
         names: names of the metrics measured in the run.
     """
     entries = custom_metrics(measures)
-    found = ((name, next((hit for each in entries if (hit := each.named(name))), None)) for name in names)
-    return {name: metric for name, metric in found if metric is not None}
+    entries_by_name = ((name, next((hit for entry in entries if (hit := entry.named(name))), None)) for name in names)
+    return {name: metric for name, metric in entries_by_name if metric is not None}
+
+
+def unmeasured(
+    measures: Iterable[Measure], evaluation: Evaluation, measured: Iterable[tuple[str, Mapping[str, float], bool]]
+) -> dict[str, list[str]]:
+    """User-defined metrics without a value, and for whose items, by name.
+
+    Args:
+        measures: measures of the run.
+        evaluation: the scenario's options of evaluation.
+        measured: whose items, the values, and whether the items are a whole split.
+    """
+    lacking: dict[str, dict[str, None]] = {}
+    for whose, values, whole in measured:
+        for part in measures:
+            if part not in BUILT_IN and (whole or not part.whole_split_only):
+                for name in part.names_under(evaluation):
+                    if name not in values:
+                        lacking.setdefault(name, {})[whose] = None
+    return {name: list(whose) for name, whose in lacking.items()}

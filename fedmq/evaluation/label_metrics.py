@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.evaluation import hamming
+from fedmq.evaluation.recall import first_of_rows, tied
 from fedmq.seeds import numpy_generator
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ def tie_averaged_ap(items: npt.NDArray[Any], relevant: npt.NDArray[Any], harmoni
     kept = relevant > 0
     if not kept.any():
         return 0.0
-    before, found = np.cumsum(items) - items, np.cumsum(relevant) - relevant
-    n, r, A, B = items[kept], relevant[kept], before[kept], found[kept]
+    before, ahead = np.cumsum(items) - items, np.cumsum(relevant) - relevant
+    n, r, A, B = items[kept], relevant[kept], before[kept], ahead[kept]
     inner = np.divide(r - 1, n - 1, out=np.zeros(len(n)), where=n > 1)
     inverse = harmonic[A + n] - harmonic[A]  # sum over i of 1 / (A + i)
     precisions = (B + 1) * inverse + inner * (n - (A + 1) * inverse)
@@ -300,11 +301,11 @@ def _summarise(
 
     def work(part: T) -> _Chunk:
         chunk = _Chunk([], np.zeros(length, np.int64), np.zeros(length))
-        for each in ranked(part):
-            chunk.values.append(lists.values(each))
+        for query in ranked(part):
+            chunk.values.append(lists.values(query))
             if length:
-                chunk.hits[each.places] += 1
-                chunk.recall[each.places] += 1 / max(1, len(each.places))
+                chunk.hits[query.places] += 1
+                chunk.recall[query.places] += 1 / max(1, len(query.places))
         return chunk
 
     values: list[_Values] = []
@@ -315,7 +316,7 @@ def _summarise(
         recall += chunk.recall
     curve = None
     if requested.rank_curve:
-        queries = max(1, sum(each.relevant > 0 for each in values))
+        queries = max(1, sum(query.relevant > 0 for query in values))
         curve = Curve(np.cumsum(hits) / np.arange(1, length + 1) / queries, np.cumsum(recall) / queries)
     return replace(Queries(tuple(values), requested, empty).averaged(), pr_rank=curve)
 
@@ -331,13 +332,13 @@ class Queries:
     def averaged(self, rows: npt.NDArray[np.int64] | None = None) -> RankingMetrics:
         """The metrics of some queries, by index, or of all, without the curve by rank."""
         values = self.values if rows is None else tuple(self.values[row] for row in rows.tolist())
-        some, requested = [each for each in values if each.relevant], self.requested
+        some, requested = [query for query in values if query.relevant], self.requested
         counted = values if self.empty == "zero" else some
-        at, ndcg = np.array([each.at for each in counted]), np.array([each.ndcg for each in values])
-        retrieved = np.array([each.ndcg_retrieved for each in values])
+        at, ndcg = np.array([query.at for query in counted]), np.array([query.ndcg for query in values])
+        retrieved = np.array([query.ndcg_retrieved for query in values])
         return RankingMetrics(
-            map=_mean([each.ap for each in counted]),
-            map_expected=_mean([each.expected for each in counted]),
+            map=_mean([query.ap for query in counted]),
+            map_expected=_mean([query.expected for query in counted]),
             map_at={n: _mean(at[:, i]) if len(at) else 0.0 for i, n in enumerate(requested.at)},
             ndcg={n: _mean(ndcg[:, i]) if len(ndcg) else 0.0 for i, n in enumerate(requested.ndcg_at)},
             ndcg_retrieved={n: _mean(retrieved[:, i]) if len(values) else 0.0 for i, n in enumerate(requested.ndcg_at)},
@@ -352,19 +353,19 @@ def _mean(values: Sequence[float] | F64) -> float:
 
 
 def _precision_recall(some: Sequence[_Values], place: int, n: int) -> tuple[float, float]:
-    hits = [int(each.top_hits[place]) for each in some]
-    return _mean([h / n for h in hits]), _mean([h / each.relevant for h, each in zip(hits, some, strict=True)])
+    hits = [int(query.top_hits[place]) for query in some]
+    return _mean([h / n for h in hits]), _mean([h / query.relevant for h, query in zip(hits, some, strict=True)])
 
 
 def _radius_curve(some: Sequence[_Values], radii: int) -> Curve:
     if not some:
         return Curve(np.full(radii + 1, np.nan), np.full(radii + 1, np.nan))
-    hits = np.stack([each.radius_hits for each in some])
-    found = np.stack([each.radius_found for each in some])
-    retrieving = (found > 0).sum(axis=0)
-    summed = _ratio(hits, found).sum(axis=0)
+    hits = np.stack([query.radius_hits for query in some])
+    retrieved = np.stack([query.radius_found for query in some])
+    retrieving = (retrieved > 0).sum(axis=0)
+    summed = _ratio(hits, retrieved).sum(axis=0)
     precision = np.divide(summed, retrieving, out=np.full(radii + 1, np.nan), where=retrieving > 0)
-    return Curve(precision, (hits / np.array([each.relevant for each in some])[:, None]).mean(axis=0))
+    return Curve(precision, (hits / np.array([query.relevant for query in some])[:, None]).mean(axis=0))
 
 
 def _label_words(labels: Array, items: int) -> hamming.Words:
@@ -480,18 +481,17 @@ def cosine_metrics(
     """
     import torch  # noqa: PLC0415 - the audit of message logs does without torch
 
-    first, second = (torch.nn.functional.normalize(torch.as_tensor(each).float(), dim=1) for each in (query, gallery))
+    first, second = (torch.nn.functional.normalize(torch.as_tensor(z).float(), dim=1) for z in (query, gallery))
     order = _order(len(second), order_seed)
     second = second[torch.from_numpy(order)] if isinstance(order, np.ndarray) else second
     query_label, label = _labels_of_both(query_labels, gallery_labels, len(first), len(second))
     label = label[:, order]
     requested = _Requested(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves)
-    step = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // max(1, len(second))))
+    step, same = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // max(1, len(second)))), first_of_rows(second)
 
     def products() -> Iterator[tuple[npt.NDArray[np.float32], hamming.Words]]:
-        for start in range(0, len(first), step):
-            part = slice(start, start + step)
-            yield (first[part] @ second.T).cpu().numpy(), query_label[:, part]
+        for part in (slice(start, start + step) for start in range(0, len(first), step)):
+            yield tied((first[part] @ second.T).cpu().numpy(), same), query_label[:, part]
 
     def ranked(part: tuple[npt.NDArray[np.float32], hamming.Words]) -> Iterator[Ranked]:
         for similarity, labels in zip(part[0], part[1].T, strict=True):

@@ -79,7 +79,7 @@ class Metric:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(re.sub(r"\{(n|way|_way)\}", "x", self.name)):
             raise ValueError(f"metric name {self.name!r}: small letters, digits and _ are allowed, a letter first")
-        finite = all(isinstance(each, int | float) and math.isfinite(each) for each in (self.low, self.high))
+        finite = all(isinstance(bound, int | float) and math.isfinite(bound) for bound in (self.low, self.high))
         if not (finite and self.low < self.high):
             allowed = "must be finite numbers, low below high"
             raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} {allowed}")
@@ -193,8 +193,8 @@ class Measured:
         if self.part is None:
             return rank(self.queries, self.gallery or self.queries, self.evaluation, self.seed, ways)
         whole, items = self.part
-        found = whole.rankings if ways == ("i2t", "t2i") else whole.rankings_within
-        return {way: each.of(items) for way, each in found.items()}
+        rankings = whole.rankings if ways == ("i2t", "t2i") else whole.rankings_within
+        return {way: ranking.of(items) for way, ranking in rankings.items()}
 
 
 Compute = Callable[[Measured], Mapping[str, float]]
@@ -220,12 +220,12 @@ class Measure:
     whole_split_only: bool = False
 
     def __post_init__(self) -> None:
-        if self.names is None and any(each.is_family for each in self.metrics):
+        if self.names is None and any(metric.is_family for metric in self.metrics):
             raise ValueError(f"{self.metrics[0].name}: a family of metrics needs `names`")
 
     def names_under(self, evaluation: Evaluation) -> tuple[str, ...]:
         """Names of the values it may have under a scenario's ``evaluation``."""
-        return tuple(self.names(evaluation)) if self.names else tuple(each.name for each in self.metrics)
+        return tuple(self.names(evaluation)) if self.names else tuple(metric.name for metric in self.metrics)
 
     def of(self, items: Measured) -> dict[str, float]:
         """Compute the metrics, and check each value against its entry.
@@ -261,17 +261,18 @@ def _label_metrics(items: Measured) -> dict[str, float]:
     if not items.labelled:
         return {}
     evaluation, (i2t, t2i) = items.evaluation, items.rankings.values()
-    found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
+    values = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
     if items.queries.binary:
-        found |= {"map_expected_i2t": i2t.map_expected, "map_expected_t2i": t2i.map_expected}
-        found["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
+        values |= {"map_expected_i2t": i2t.map_expected, "map_expected_t2i": t2i.map_expected}
+        values["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
     for n in evaluation.map_at:
-        found |= {f"map_at{n}_i2t": i2t.map_at[n], f"map_at{n}_t2i": t2i.map_at[n]}
-        found[f"map_at{n}"] = (i2t.map_at[n] + t2i.map_at[n]) / 2
+        values |= {f"map_at{n}_i2t": i2t.map_at[n], f"map_at{n}_t2i": t2i.map_at[n]}
+        values[f"map_at{n}"] = (i2t.map_at[n] + t2i.map_at[n]) / 2
     for n in evaluation.ndcg_at:
-        ndcg = [(each.ndcg if evaluation.ndcg_ideal == "database" else each.ndcg_retrieved)[n] for each in (i2t, t2i)]
-        found |= {f"ndcg_at{n}_i2t": ndcg[0], f"ndcg_at{n}_t2i": ndcg[1], f"ndcg_at{n}": sum(ndcg) / 2}
-    return found
+        whole = evaluation.ndcg_ideal == "database"
+        ndcg = [(ranking.ndcg if whole else ranking.ndcg_retrieved)[n] for ranking in (i2t, t2i)]
+        values |= {f"ndcg_at{n}_i2t": ndcg[0], f"ndcg_at{n}_t2i": ndcg[1], f"ndcg_at{n}": sum(ndcg) / 2}
+    return values
 
 
 def _within(items: Measured) -> dict[str, float]:
@@ -279,12 +280,12 @@ def _within(items: Measured) -> dict[str, float]:
     queries, evaluation = items.queries, items.evaluation
     if not evaluation.within:
         return {}
-    found: dict[str, float] = {}
-    for way, each in items.rankings_within.items():
-        found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
+    values: dict[str, float] = {}
+    for way, ranking in items.rankings_within.items():
+        values |= {f"map_{way}": ranking.map, **{f"map_at{n}_{way}": ranking.map_at[n] for n in evaluation.map_at}}
         if queries.binary:
-            found[f"map_expected_{way}"] = each.map_expected
-    return found
+            values[f"map_expected_{way}"] = ranking.map_expected
+    return values
 
 
 def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
@@ -301,10 +302,10 @@ def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
         ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
     """
     starts = range(0, len(items.image) - size + 1, size)
-    found = []
+    folds = []
     for start in starts:
-        found.append(recall.recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
-    return {f"fold_{name}": float(np.mean([each[name] for each in found])) for name in found[0]}
+        folds.append(recall.recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
+    return {f"fold_{name}": float(np.mean([fold[name] for fold in folds])) for name in folds[0]}
 
 
 def _folds(items: Measured) -> dict[str, float]:
@@ -397,7 +398,7 @@ _KNOWN = (*(metric for measure in BUILT_IN for metric in measure.metrics), *OVER
 
 
 def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
-    return next((found for each in metrics if (found := each.named(name)) is not None), None)
+    return next((named for metric in metrics if (named := metric.named(name)) is not None), None)
 
 
 def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
@@ -410,11 +411,11 @@ def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     Raises:
         InputError: there is no such metric; the error suggests similar names.
     """
-    found = _found(name, (*_KNOWN, *custom))
-    if found is None:
-        known = dict.fromkeys([*known_names(Evaluation()), *(each.name for each in (*OVER_SILOS, *custom))])
+    metric = _found(name, (*_KNOWN, *custom))
+    if metric is None:
+        known = dict.fromkeys([*known_names(Evaluation()), *(entry.name for entry in (*OVER_SILOS, *custom))])
         raise InputError("metric", name, f"a metric; did you mean {' or '.join(nearest(name, known)[:3])}?")
-    return found
+    return metric
 
 
 def is_known(name: str, custom: Sequence[Metric] = ()) -> bool:
@@ -424,7 +425,7 @@ def is_known(name: str, custom: Sequence[Metric] = ()) -> bool:
 
 def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
     """The names that :func:`measure` may return; which of them it returns depends on the items' labels."""
-    return tuple(dict.fromkeys(name for each in measures for name in each.names_under(evaluation)))
+    return tuple(dict.fromkeys(name for part in measures for name in part.names_under(evaluation)))
 
 
 def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
@@ -468,11 +469,11 @@ def measure(items: Measured, measures: Iterable[Measure] = BUILT_IN, *, whole_sp
     Raises:
         RunError: a value is out of its metric's bounds.
     """
-    found: dict[str, float] = {}
-    for each in measures:
-        if whole_split or not each.whole_split_only:
-            found |= each.of(items)
-    return found
+    values: dict[str, float] = {}
+    for part in measures:
+        if whole_split or not part.whole_split_only:
+            values |= part.of(items)
+    return values
 
 
 def objection(

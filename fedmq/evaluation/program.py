@@ -14,12 +14,13 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.gpu import release_unused_memory
+from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.heldout import HeldOut, load_inference
 from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused, reportable
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
+from fedmq.packages import __version__
 from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
@@ -135,7 +136,7 @@ class EvaluatorStart:
             return cls(here, data.statement, int(data.statement[0].counts[split, 0]), data.content, None, data)
         population = build_population(here, folder=arguments.data)
         evaluator = Evaluator(scenario, population, device_of(here.device))
-        statement = population.statement(None, item_digests(population.prepared, scenario.dealt), run)
+        statement = population.statement(None, item_digests(population.prepared, scenario.dataset), run)
         return cls(here, (statement,), len(evaluator.heldout.dataset), population.prepared.content, evaluator)
 
     def agreed(self, message: Message) -> Evaluator:
@@ -207,7 +208,7 @@ def _log_and_channel(
     """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
     clock, run, plain = WallClock(), arguments.run.id, arguments.scenario.model_dump(mode="json")
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
-    log.note(LogEvent.STARTED, run=run)
+    log.note(LogEvent.STARTED, run=run, program=__version__)
     return log, Channel(
         arguments.connect,
         identity,
@@ -246,4 +247,4 @@ def _answer(link: Channel, evaluator: Evaluator, message: Message, logger: Logge
         link.send(Kind.REPLY, (result,), **numbers)
         logger.info("evaluated", version=version)
     finally:
-        release_unused_memory()
+        release_unused_gpu_memory()

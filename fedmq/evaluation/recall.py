@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.data.splits import same_rows
 from fedmq.evaluation.hamming import Array, as_numpy
 
 F64 = npt.NDArray[np.float64]
@@ -30,6 +31,25 @@ def _chunks(queries: int, gallery: int) -> Iterator[slice]:
     step = max(1, CHUNK_SCORES // max(1, gallery))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
+
+
+def first_of_rows(vectors: Array) -> I64 | None:
+    """The first row equal to each row of vectors [n, d], int64 [n]; None if all rows differ.
+
+    Rows of zeros count as different: their products are all zero.
+    """
+    first = same_rows(as_numpy(vectors) + np.float32(0))  # -0 equals 0
+    return None if np.array_equal(first, np.arange(len(first))) else first
+
+
+def tied(scores: npt.NDArray[Any], first: I64 | None) -> npt.NDArray[Any]:
+    """Scores [Q, N] in which equal gallery rows have equal scores: a matrix product may round by a row's place.
+
+    Args:
+        scores: products with the gallery's rows.
+        first: :func:`first_of_rows` of the gallery.
+    """
+    return scores if first is None else scores[:, first]
 
 
 def best_ranks(scores: Array, positive: Array) -> I64:
@@ -76,9 +96,9 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
     zi, zt, own = as_numpy(image), as_numpy(text), as_numpy(owner)
     if len(own) != len(zt) or (len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(zi)):
         raise ValueError(f"owner: {len(own)} entries for {len(zt)} captions of {len(zi)} images")
-    rows = np.arange(len(zi))
-    i2t = [best_ranks(zi[c] @ zt.T, own[None] == rows[c, None]) for c in _chunks(len(zi), len(zt))]
-    t2i = [best_ranks(zt[c] @ zi.T, own[c, None] == rows[None]) for c in _chunks(len(zt), len(zi))]
+    rows, images, texts = np.arange(len(zi)), first_of_rows(zi), first_of_rows(zt)
+    i2t = [best_ranks(tied(zi[c] @ zt.T, texts), own[None] == rows[c, None]) for c in _chunks(len(zi), len(zt))]
+    t2i = [best_ranks(tied(zt[c] @ zi.T, images), own[c, None] == rows[None]) for c in _chunks(len(zt), len(zi))]
     nothing = np.zeros(0, dtype=np.int64)
     return np.concatenate([nothing, *i2t]), np.concatenate([nothing, *t2i])
 

@@ -151,7 +151,9 @@ def parse_variation(text: str, option: str) -> Variation:
     except ERRORS:
         values = None
     if not match or not values:
-        raise InputError(option, text, "key=value,value,... with YAML values, e.g. silos.count=6,10,30")
+        form = "[METHOD:]KEY=A,B,..." if option == "--select" else "[NAME:]KEY=A,B,..."
+        alone = ", or in a sweep val alone" if option == "--select" else ""
+        raise InputError(option, text, f"{form} with YAML values, e.g. silos.count=6,10,30{alone}")
     texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
     if twice := [value for value, count in Counter(texts).items() if count > 1]:
         raise InputError(f"{option} {match['key']}", twice[0], "each value once")
@@ -234,7 +236,7 @@ def entries(
         prefix = [method] if len(set(methods)) > 1 or not draft.point else []
         name = ", ".join([*prefix, *(f"{key}={text}" for key, text in draft.point)])
         row_settings = (*settings, *draft.settings)
-        with _naming_option("--vary", draft.settings), _hinting(name, row_settings, varied):
+        with _naming_option("--vary", draft.settings):
             own_method = resolve(draft.file, list(row_settings), None).scenario.protocol.label
             names = {own_method, draft.scenario, method, name}
         known |= names
@@ -253,29 +255,21 @@ def entries(
 def _different_runs(
     file: Path, settings: tuple[str, ...], candidates: Sequence[tuple[str, ...]], resolve: Resolve
 ) -> tuple[str, ...]:
-    """The scenarios of a row's candidates as JSON; InputError if two train the same model, as there is no choice."""
-    runs: dict[str, Scenario] = {}
-    for candidate in candidates:
-        with _naming_option("--select", candidate):
-            runs[" ".join(candidate)] = resolve(file, [*settings, *candidate], None).scenario
-    _check_candidates(runs)
-    return tuple(scenario.model_dump_json() for scenario in runs.values())
-
-
-def _check_candidates(scenarios: Mapping[str, Scenario]) -> None:
-    """Refuse candidates that train the same model, of which none is better.
-
-    Args:
-        scenarios: scenarios of a row's candidates, by their settings.
+    """The scenarios of a row's candidates as JSON.
 
     Raises:
-        InputError: two of them differ only in where the run is computed or what is measured.
+        InputError: two of them train the same model, as they differ only in where the run is computed or what is
+            measured, so that none is better.
     """
-    models: dict[str, str] = {}
-    for settings, scenario in scenarios.items():
-        model = scenario.model_dump_json(exclude=_SAME_MODEL)
-        if (other := models.setdefault(model, settings)) != settings:
-            raise InputError("--select", settings, f"candidates that differ: it trains the same model as {other}")
+    runs, models = list[str](), dict[str, str]()
+    for candidate in candidates:
+        with _naming_option("--select", candidate):
+            scenario = resolve(file, [*settings, *candidate], None).scenario
+        chosen = " ".join(candidate)
+        if (other := models.setdefault(scenario.model_dump_json(exclude=_SAME_MODEL), chosen)) != chosen:
+            raise InputError("--select", chosen, f"candidates that differ: it trains the same model as {other}")
+        runs.append(scenario.model_dump_json())
+    return tuple(runs)
 
 
 @contextmanager
@@ -288,20 +282,6 @@ def _naming_option(option: str, settings: Sequence[str]) -> Iterator[None]:
             place, replaced = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
             if replaced:
                 raise InputError(place, error.found, error.allowed) from None
-        raise
-
-
-@contextmanager
-def _hinting(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> Iterator[None]:
-    """If a row's method lacks an option set for several rows, name the row and how to set the option for one only."""
-    try:
-        yield
-    except InputError as error:
-        given = {_key(setting) for setting in settings}
-        for key, named in (("protocol", "name"), ("objective", "base")):
-            if f"{key}.{error.found}" in given and any(key in variation.keys for variation in varied):
-                hint = f"--vary '{key}={{{named}: ..., {error.found}: ...}},...' sets it for one alone"
-                raise InputError(f"{error.place} of {row}", error.found, f"{error.allowed}; {hint}") from None
         raise
 
 

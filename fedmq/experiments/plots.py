@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from markupsafe import Markup
 
 from fedmq.experiments.summary import Row
+from fedmq.experiments.tables import Grid
 from fedmq.runs.report.html import Figure, colour, document
 from fedmq.runs.results import FinishedRun
 from fedmq.text import is_float
@@ -18,23 +21,29 @@ F64 = npt.NDArray[np.float64]
 _LOGARITHMIC_FROM = 50.0
 
 
-def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
-    """Bars, curves over merges and over virtual time, and each column against the varied value if there is one.
+def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
+    """Table, differences to the baseline, curves over merges and virtual time, each column against the varied value.
 
     Args:
         rows: rows of a comparison; at least one.
         title: title of the page.
-        notes: shown below it.
+        command: the command that made it.
+        table: the table of the rows.
     """
     runs = [outcome for row in rows for outcome in row.outcomes.values()]
     columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
-    return document(title, notes, [figure for column in columns for figure in _column(rows, column)])
+    body = [[Markup("<b>{}</b>").format(cell.text) if cell.best else cell.text for cell in row] for row in table.body]
+    figures, notes = (
+        [each for column in columns for each in _column(rows, column)],
+        (f"Made by: {command}", *table.notes),
+    )
+    return document(title, notes, figures, [table.head, *body])
 
 
 def _column(rows: Sequence[Row], column: str) -> list[Figure]:
     """The figures of one column."""
     figures = [_against_value(rows, column)] if _shared_keys(rows) else []
-    figures.append(_bars(rows, column))
+    figures.insert(0, _dots(rows, column))
     if any(len(outcome.course(column)) > 1 for row in rows for outcome in row.outcomes.values()):
         figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
     return figures
@@ -62,15 +71,43 @@ def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, st
     )
 
 
-def _bars(rows: Sequence[Row], column: str) -> Figure:
-    figure = Figure(column, "", column)
-    figure.draw(
-        "bar",
-        x=[row.entry.name for row in rows],
-        y=[row.columns[column].mean for row in rows],
-        error_y={"type": "data", "array": [row.columns[column].std for row in rows]},
-        marker={"color": [colour(place) for place in range(len(rows))]},
-    )
+def _dots(rows: Sequence[Row], column: str) -> Figure:
+    """Paired differences to the baseline with their intervals and a zero line; without intervals, each run's value."""
+    found = [(row, row.columns[column]) for row in rows]
+    known = [(row, each) for row, each in found if math.isfinite(each.high - each.low)]
+    names = [row.entry.name for row, _ in known] or [row.entry.name for row in rows]
+    height = 26 * len(names) + 120
+    if known:
+        bases = ", ".join(dict.fromkeys(row.against for row, _ in known if row.against))
+        note = "Mean paired difference over common seeds, with its 95 % t-interval; one that covers 0 is no evidence."
+        figure = Figure(f"{column}: difference to {bases}", f"difference of {column}", "", height, note)
+        figure.draw(
+            "scatter",
+            mode="markers",
+            x=[each.difference for _, each in known],
+            y=names,
+            marker={"size": 9},
+            error_x={"array": [each.high - each.difference for _, each in known]},
+            showlegend=False,
+        )
+        figure.layout["shapes"] = [
+            {
+                "type": "line",
+                "x0": 0,
+                "x1": 0,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": {"color": "#9aa7b4", "width": 2},
+            }
+        ]
+    else:
+        note = "A dot for each run. Differences with intervals need a baseline and two seeds."
+        figure = Figure(f"{column} of each run", column, "", height, note)
+        runs = [(row.entry.name, run.value(column)) for row in rows for run in row.outcomes.values()]
+        figure.draw("scatter", mode="markers", x=[value for _, value in runs], y=[name for name, _ in runs])
+    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "dtick": 1}
+    figure.y["range"] = [-0.5, len(names) - 0.5]
     return figure
 
 
@@ -96,16 +133,18 @@ def _curve(outcome: FinishedRun, metric: str, *, over_time: bool) -> tuple[F64, 
 
 
 def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
-    """Interpolate several curves linearly at common places, on the range that all of them cover.
+    """Interpolate several curves linearly at common places, from where all of them have begun.
+
+    A run that has ended keeps its last value, so that the mean ends at the value of the tables.
 
     Args:
         curves: (x, y), each float64 [n] with its own n; x increasing.
 
     Returns:
-        x [m] and the values [curves, m]; m is 0 if there is no common range.
+        x [m] and the values [curves, m].
     """
-    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    grid = np.unique(np.concatenate([x[(first <= x) & (x <= last)] for x, _ in curves]))
+    first = max(x[0] for x, _ in curves)
+    grid = np.unique(np.concatenate([x[first <= x] for x, _ in curves]))
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 

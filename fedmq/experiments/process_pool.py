@@ -7,13 +7,12 @@ import ctypes
 import os
 import signal
 import subprocess
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmq.clock import WallClock
+from fedmq.clock import Clock, WallClock
 
 _POLL_SECONDS = 0.2
 _REPORT_SECONDS = 1.0
@@ -76,6 +75,9 @@ def run_all(
     at_once: int,
     report: Callable[[JobProgress], None],
     stop_wanted: Callable[[], bool],
+    *,
+    useless: Callable[[], Collection[str]] = tuple,
+    clock: Clock | None = None,
 ) -> Ended:
     """Execute jobs in order, several in parallel; a failure does not affect the others.
 
@@ -84,47 +86,56 @@ def run_all(
         at_once: number of parallel runs, at least 1.
         report: called with the progress, about once a second and after each run.
         stop_wanted: once true, no further run is started, and running ones receive a signal to stop.
+        useless: called at each look at the running jobs; returns names of jobs that are no longer needed. They are not
+            started, or receive a signal to stop, and their failure is no error.
+        clock: measures the time and pauses between looks; None for the wall clock.
     """
-    clock = WallClock()
+    clock = clock or WallClock()
     waiting, running, errors = deque(jobs), dict[Job, subprocess.Popen[bytes]](), dict[str, str]()
-    initial, ended, reported, stopped = dict[Job, float](), 0, -_REPORT_SECONDS, False
+    initial, ended, reported, signalled = dict[Job, float](), 0, -_REPORT_SECONDS, set[Job]()
     try:
-        while (waiting and not stopped) or running:
-            if stop_wanted() and not stopped:
-                stopped = True
+        while waiting or running:
+            if stop_wanted():
                 end(running.values())
-            while waiting and len(running) < at_once and not stopped:
+                return Ended(errors, stopped=True)
+            without = useless()
+            for job in [job for job in running if job.name in without and job not in signalled]:
+                signalled.add(job)
+                running[job].terminate()  # a second signal would abort it
+            while waiting and len(running) < at_once:
                 job = waiting.popleft()
                 initial[job] = fraction(job)
-                running[job] = start(job)
+                if job.name in without:
+                    ended += 1
+                else:
+                    running[job] = start(job)
             over = [job for job, process in running.items() if process.poll() is not None]
             for job in over:
                 code = running.pop(job).returncode
                 ended += 1
-                if code and not stopped:
+                if code and job not in signalled:
                     errors[job.name] = error_line(job.log, code)
-            if not stopped and (over or clock.now() - reported >= _REPORT_SECONDS):
+            if over or clock.now() - reported >= _REPORT_SECONDS:
                 reported = clock.now()
-                fractions = {job: fraction(job) for job in running}
-                done = ended - sum(initial[job] for job in initial if job not in running)
-                done_here = done + sum(fractions[job] - initial[job] for job in running)
-                left = (
-                    reported * (len(jobs) - ended - sum(fractions.values())) / done_here
-                    if done_here > 0 and ended < len(jobs)
-                    else None
-                )
-                report(
-                    JobProgress(
-                        ended, len(jobs), tuple((job.name, fraction) for job, fraction in fractions.items()), left
-                    )
-                )
+                report(_progress(len(jobs), ended, initial, running, reported))
             if not over:
-                time.sleep(_POLL_SECONDS)
+                clock.pause(_POLL_SECONDS)
     finally:
         for process in running.values():
             process.kill()
             process.wait()
-    return Ended(errors, stopped)
+    return Ended(errors, stopped=False)
+
+
+def _progress(
+    total: int, ended: int, initial: Mapping[Job, float], running: Collection[Job], now: float
+) -> JobProgress:
+    """The progress of jobs, with the remaining time estimated from the fractions that were done here."""
+    fractions = {job: fraction(job) for job in running}
+    before = sum(initial[job] for job in initial)
+    here = ended + sum(fractions.values()) - before
+    left = now * (total - ended - sum(fractions.values())) / here if here > 0 and ended < total else None
+    return JobProgress(ended, total, tuple((job.name, done) for job, done in fractions.items()), left)
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:

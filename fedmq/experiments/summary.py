@@ -4,21 +4,89 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
-from fedmq.evaluation.metrics import Metric, is_known, known_names, metric_of
+from fedmq.evaluation.metrics import Metric, higher_is_better, is_known, known_names, metric_of
 from fedmq.evaluation.recall import fairness_of
 from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry, Resolve, resolved_runs
-from fedmq.runs import results as outcomes
-from fedmq.runs.results import FinishedRun, Statistic, Target
+from fedmq.runs.results import FinishedRun, Target
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Stored
 from fedmq.text import did_you_mean, nearest
 
 ZERO_SHOT = "zero-shot"
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A column of a row.
+
+    Args:
+        n: number of seeds with a value.
+        mean: over seeds; NaN without any.
+        std: sample standard deviation; NaN below two seeds.
+        difference: mean paired difference to the baseline over their common seeds; NaN without a baseline.
+        low: lower bound of its 95 % t-interval; NaN below two seeds.
+        high: upper bound; likewise.
+        pairs: number of common seeds.
+    """
+
+    n: int
+    mean: float
+    std: float
+    difference: float
+    low: float
+    high: float
+    pairs: int
+
+
+def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
+    """Mean, standard deviation, and paired difference to a baseline with the same seeds.
+
+    Args:
+        values: values by seed.
+        baseline: values by seed; None for the baseline itself.
+    """
+    from scipy import stats  # noqa: PLC0415 - takes a second to import
+
+    sample = np.array([values[seed] for seed in sorted(values)])
+    common = sorted(values.keys() & (baseline or {}).keys())
+    differences = np.array([values[seed] - (baseline or {})[seed] for seed in common])
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # too few values give NaN
+        middle, error = differences.mean(), differences.std(ddof=1) / np.sqrt(len(common))
+        half = stats.t.ppf((1 + _CONFIDENCE) / 2, len(common) - 1) * error
+        figures = (sample.mean(), sample.std(ddof=1), middle, middle - half, middle + half)
+    mean, std, difference, low, high = map(float, figures)
+    return Statistic(len(sample), mean, std, difference, low, high, len(common))
+
+
+def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Metric] = ()) -> set[int]:
+    """The row that is better than every other one beyond chance: each paired 95 % interval leaves out 0.
+
+    Args:
+        values: values of the rows by seed; rows with fewer seeds than others are not considered.
+        column: a metric, or a path in the summary.
+        custom: entries of user-defined metrics.
+
+    Returns:
+        Its index; empty if there is no such row.
+    """
+    most = max(map(len, values), default=0)
+    rows = {index: by_seed for index, by_seed in enumerate(values) if len(by_seed) == most and most > 0}
+    sign = 1 if higher_is_better(column, custom) else -1
+    top = max(rows, key=lambda index: sign * sum(rows[index].values()), default=None)
+    if top is None or len(rows) < 2:
+        return set()
+    against = [statistic(rows[top], other) for index, other in rows.items() if index != top]
+    return {top} if all(sign * (each.low if sign > 0 else each.high) > 0 for each in against) else set()
 
 
 @dataclass(frozen=True)
@@ -30,7 +98,7 @@ class Row:
         chosen: settings selected on the validation split.
         outcomes: finished runs by seed, without failed ones.
         columns: statistics by column.
-        best: columns in which no other row at the same point is better.
+        best: columns in which it is better than every other row at the same point, beyond chance.
         against: name of the row's baseline; None if it has none.
         diverged: its runs whose training diverged, candidates included; neither chosen nor in the statistics.
     """
@@ -108,7 +176,7 @@ def rows(
     against = baselines(plan)
     statistics = {
         name: {
-            column: outcomes.statistic(values, columns[base][column] if (base := against[name]) else None)
+            column: statistic(values, columns[base][column] if (base := against[name]) else None)
             for column, values in by_column.items()
         }
         for name, by_column in columns.items()
@@ -119,7 +187,7 @@ def rows(
             chosen.get(entry.name) or (),
             results[entry.name],
             statistics[entry.name],
-            _best_columns(entry, plan, statistics, custom_metrics),
+            _best_columns(entry, plan, columns, custom_metrics),
             against[entry.name],
         )
         for entry in entries_of(plan)
@@ -142,65 +210,30 @@ def _columns(results: Mapping[int, FinishedRun], plan: ComparisonPlan) -> dict[s
     }
 
 
-#: Prefixes of names of label metrics.
-_OF_LABELS = ("map", "ndcg")
-
-
 def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
     """A one-line warning for each column whose metric no finished run has.
 
-    The table is printed with dashes in that column, so that a wrong name does not waste the runs. A target that is not
-    reached gives no warning.
+    The table is printed with dashes in that column. A target that is not reached gives no warning.
     """
     done = [run for row in made for run in row.outcomes.values()]
     if not done:
         return ()
-    names = list(dict.fromkeys(name for run in done for name in _names(run)))
-    measured = list(
-        dict.fromkeys(name for run in done for evaluation in run.evaluations for name in evaluation.metrics)
-    )
-    columns = [(metric, metric) for metric in plan.metrics] + [(target.title, target.metric) for target in plan.targets]
-    hidden = [title for title, metric in columns if not any(run.shows(metric) for run in done)]
-    lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
-    never = [target for target in plan.targets if not any(run.course(target.metric) for run in done)]
-    lacking += [(target.title, target.metric, measured) for target in never]
     items = min((run.gallery.smallest for run in done if run.gallery is not None), default=0)
-    return (
-        *(
-            f"column {title!r} holds only dashes: in a gallery of {items} items every model reaches 1"
-            for title in hidden
-        ),
-        *(
-            f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
-            for title, metric, known in lacking
-            if title not in hidden
-        ),
-    )
-
-
-def _instead(metric: str, known: Sequence[str]) -> str:
-    """Advice for a metric that no run has."""
-    if metric.removeprefix("personal.").startswith(_OF_LABELS) and not any(name.startswith("map") for name in known):
-        return ", which needs labels, and the data has none"
-    return f"; nearest: {', '.join(nearest(metric, known)[:8])}"
-
-
-def _names(run: FinishedRun) -> list[str]:
-    """Names that :meth:`FinishedRun.value` accepts, without those of single silos, of which there may be hundreds."""
-    below = [
-        f"{key}.{name}"
-        for key, value in run.figures.items()
-        if isinstance(value, Mapping) and key not in ("metrics", "per_silo")
-        for name in value
-    ]
-    measured = run.evaluations[-1].metrics if run.summary is None or not run.summary.metrics else run.summary.metrics
-    return [name for name in (*measured, *below) if run.value(name) is not None]
+    metrics = [(metric, metric, any(row.columns[metric].n for row in made)) for metric in plan.metrics]
+    targets = [(target.title, target.metric, any(run.course(target.metric) for run in done)) for target in plan.targets]
+    lines = []
+    for title, metric, measured in (*metrics, *targets):
+        if not any(run.shows(metric) for run in done):
+            lines.append(f"column {title!r} holds only dashes: in a gallery of {items} items every model reaches 1")
+        elif not measured:
+            lines.append(f"column {title!r} holds only dashes: no run has {metric}")
+    return tuple(lines)
 
 
 def _best_columns(
     entry: Entry,
     plan: ComparisonPlan,
-    statistics: Mapping[str, Mapping[str, Statistic]],
+    values: Mapping[str, Mapping[str, Mapping[int, float]]],
     custom_metrics: Sequence[Metric],
 ) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
@@ -209,8 +242,8 @@ def _best_columns(
     place = peers.index(entry.name)
     return frozenset(
         column
-        for column in statistics[entry.name]
-        if place in outcomes.best([statistics[name][column] for name in peers], column, custom_metrics)
+        for column in values[entry.name]
+        if place in best([values[name][column] for name in peers], column, custom_metrics)
     )
 
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, shown
-from fedmq.experiments.summary import Row
-from fedmq.runs.results import Statistic, made_otherwise
+from fedmq.experiments.summary import Row, Statistic
+from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
 from fedmq.text import printable
 
@@ -174,7 +174,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     if diverged:
         notes.append(f"diverged, neither chosen nor averaged: {', '.join(diverged)}")
     if any(row.best for row in rows):
-        notes.append("bold: best")
+        notes.append("bold: better than every other row, by paired 95 % intervals")
     if selected:
         metric = plan.metrics[0]
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"

@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from subprocess import Popen
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict, ValidationError
@@ -26,15 +24,14 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as pool
+from fedmq.experiments.files import Range, TunedMethod, TunePlan, as_settings
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
-from fedmq.experiments.tune_file import Range, TunedMethod, TunePlan, as_settings
 from fedmq.packages import package
 from fedmq.runs import results
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
 from fedmq.storage.regular_files import AppendedLines, check_regular, read_regular
 from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 
-_POLL_SECONDS = 0.2
 #: Maximum size of a journal [bytes].
 _MOST_BYTES = 1 << 30
 _ALLOWED = "the journal of this search; delete it to begin the search again with the runs that are done"
@@ -119,6 +116,11 @@ class _Attempt:
     runs: tuple[Run, ...]
     pruned_at: int | None
     seen: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """For display, e.g. ``rcsr trial 3``."""
+        return f"{self.method.name} trial {self.trial.number}"
 
 
 def tune(
@@ -225,6 +227,8 @@ def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
     studies = {}
     try:
         with writing(journal):
+            if journal.exists() and (content := journal.read_bytes()):
+                json.loads(content.splitlines()[-1])  # Optuna refuses a damaged last line only once others follow it
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal), lock_obj=lock))
             known = {study.study_name for study in storage.get_all_studies()}
             for method in plan.methods:
@@ -359,55 +363,34 @@ class _Search:
     def execute(self, batch: list[_Attempt]) -> bool:
         """Execute the missing runs of a batch, identical ones once; returns whether the search was stopped."""
         followed = {run.name: AppendedLines(run.folder.metrics) for attempt in batch for run in attempt.runs}
-        waiting = deque({run.name: run for attempt in batch for run in attempt.runs if not run.done}.values())
-        titles = {
-            run.name: f"{attempt.method.name} trial {attempt.trial.number}, seed {run.scenario.seed}"
+        jobs = {
+            run.name: replace(
+                job_of(run), name=f"{attempt.method.name} trial {attempt.trial.number}, seed {run.scenario.seed}"
+            )
             for attempt in reversed(batch)
             for run in attempt.runs
+            if not run.done
         }
-        running: dict[str, tuple[pool.Job, Popen[bytes]]] = {}
-        self._errors, stopping, reported = {}, set[str](), -math.inf
-        try:
-            while waiting or running:
-                if self._stop_wanted():
-                    pool.end([process for _, process in running.values()])
-                    return True
-                wanted = {run.name for attempt in batch if attempt.pruned_at is None for run in attempt.runs}
-                while waiting and len(running) < self._place.jobs:
-                    run = waiting.popleft()
-                    if run.name in wanted:
-                        job = replace(job_of(run), name=titles[run.name])
-                        running[run.name] = job, pool.start(job)
-                self._follow(batch, followed)
-                for name in running.keys() - wanted - stopping:
-                    stopping.add(name)
-                    running[name][1].terminate()  # a second signal would abort it
-                for name in [name for name, (_, process) in running.items() if process.poll() is not None]:
-                    job, process = running.pop(name)
-                    if process.returncode and name not in stopping:
-                        self._errors[name] = pool.error_line(job.log, process.returncode)
-                if self._clock.now() - reported >= 1.0:
-                    reported = self._clock.now()
-                    self._report("runs", self._progress(batch, running))
-                self._clock.pause(_POLL_SECONDS)
-        finally:
-            for _, process in running.values():
-                process.kill()
-                process.wait()
-        self._follow(batch, followed)
-        return False
 
-    def _progress(
-        self, batch: list[_Attempt], running: Mapping[str, tuple[pool.Job, Popen[bytes]]]
-    ) -> pool.JobProgress:
-        """Progress in runs; those of trials that are over count as done."""
-        each_trial = len(self._plan.spec.seeds)
-        total = self._plan.spec.trials * len(self._studies) * each_trial
-        done = self._over * each_trial + sum(run.done for attempt in batch for run in attempt.runs)
-        here = done - self._done_before
-        left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
-        shares = tuple((job.name, pool.fraction(job)) for job, _ in running.values())
-        return pool.JobProgress(done, total, shares, left)
+        def useless() -> set[str]:
+            self._follow(batch, followed)
+            needed = {run.name for attempt in batch if attempt.pruned_at is None for run in attempt.runs}
+            return {job.name for name, job in jobs.items() if name not in needed}
+
+        def report(progress: pool.JobProgress) -> None:
+            """The progress in runs of the whole search; those of trials that are over count as done."""
+            seeds_of_trial = len(self._plan.spec.seeds)
+            total = self._plan.spec.trials * len(self._studies) * seeds_of_trial
+            done = self._over * seeds_of_trial + sum(run.done for attempt in batch for run in attempt.runs)
+            here = done - self._done_before
+            left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
+            self._report("runs", replace(progress, done=done, total=total, left=left))
+
+        ordered = [jobs[name] for name in followed if name in jobs]
+        ended = pool.run_all(ordered, self._place.jobs, report, self._stop_wanted, useless=useless, clock=self._clock)
+        self._follow(batch, followed)
+        self._errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
+        return ended.stopped
 
     def _follow(self, batch: list[_Attempt], followed: Mapping[str, AppendedLines]) -> None:
         """Report new evaluations to the pruner, in order of rounds, once all seeds of a trial have them."""

@@ -24,10 +24,9 @@ from torch import Tensor
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Modality
 from fedmq.data.item_digests import ItemDigests, salted_digest
-from fedmq.data.item_modalities import Present, modalities_held
 from fedmq.data.labels import trained_columns
-from fedmq.data.prepared_arrays import Prepared
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.prepared_arrays import Prepared, Present
+from fedmq.data.silo_dataset import SiloDataset, modalities_held
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec, stated_digest
 from fedmq.errors import FedmqError

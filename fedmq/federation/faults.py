@@ -2,7 +2,7 @@
 
 The schedule is drawn from the scenario's seed, so that all processes derive the same one. Effects are pure functions.
 :mod:`fedmq.config.faults` has the schema. Virtual runs depend only on these functions, not on real durations;
-``coordinator/faults.py`` and ``silos/program.py`` carry the faults out, e.g. kill a process or damage a frame.
+``coordinator/faults.py`` and ``silos/tasks.py`` carry the faults out, e.g. kill a process or damage a frame.
 """
 
 from __future__ import annotations

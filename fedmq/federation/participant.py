@@ -18,10 +18,9 @@ from fedmq.data.item_digests import item_digests
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.splits import SPLITS
-from fedmq.errors import DataItemError, DiskError, FedmqError, InputError, RemoteWireError, RunError
+from fedmq.errors import DataItemError, DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
-from fedmq.federation.population import Population, device_here, device_of, own_population
-from fedmq.federation.preflight import Check
+from fedmq.federation.population import Population, device_here, own_population
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.logs import Logger
 from fedmq.text import Progress, printable
@@ -31,56 +30,6 @@ from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, P
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Starting:
-    """A silo that starts.
-
-    Args:
-        name: its name.
-        device: from the option or the site file; None for the scenario's.
-        scenario: the resolved scenario.
-        site: its site file, if any.
-    """
-
-    name: str
-    device: str | None
-    scenario: Scenario
-    site: Site | None
-
-
-def check_name(starting: Starting) -> None:
-    """Refuse a silo that the scenario does not have; the error names the site file's line or the option.
-
-    Raises:
-        InputError: see above.
-    """
-    name, silos, site = starting.name, starting.scenario.silo_names, starting.site
-    if name not in silos:
-        place = site.place("name") if site is not None and site.name == name else "--name"
-        raise InputError(place, name, f"{silos[0]} to {silos[-1]}, as the coordinator's operator has assigned it")
-
-
-def check_device(starting: Starting) -> None:
-    """Refuse a device that this machine does not have; the error names the site file's line or the option.
-
-    Raises:
-        InputError: see above.
-    """
-    name, device, site, silos = starting.name, starting.device, starting.site, starting.scenario.silo_names
-    try:
-        device_of(device or starting.scenario.device, silos.index(name) if name in silos else 0)
-    except InputError as error:
-        place = site.place("device") if site is not None and site.device == device else "--device"
-        raise InputError(error.place if device is None else place, error.found, error.allowed) from None
-
-
-#: What is checked when a silo starts.
-START: tuple[Check[Starting], ...] = (
-    Check("name", "the name that the coordinator's operator has assigned", check_name),
-    Check("device", "another --device, or a machine that has it", check_device),
-)
 
 
 @dataclass(frozen=True)
@@ -212,6 +161,8 @@ def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: objec
         own: the site's own data; None in a simulated partition.
         facts: what to log about the start.
     """
+    for line in [] if own is None else own.prepared.notes:
+        logger.info("the data", found=line)
     for line in [] if own is None else own.warnings:
         logger.warning("remark on the data", found=line)
     link.start()
@@ -237,15 +188,15 @@ def raise_refused(message: Message, name: str) -> None:
     """End this process if the coordinator refused its data or another one replaced it; it handles other errors itself.
 
     Raises:
-        RunError: the coordinator refused its data.
-        InputError: another process takes part with its key.
+        InputError: the coordinator refused its data, or another process takes part with its key.
     """
     for payload in message.payloads:
         if isinstance(payload, Error) and payload.code == DISPLACED:
             allowed = "one process of each name; this one ends, the other one takes part"
             raise InputError(name, "another process that takes part with this key", allowed)
         if isinstance(payload, Error) and payload.code == Reason.DATA:
-            raise RunError(f"{name}: the coordinator refused this site's data: {printable(payload.text)}")
+            found = f"data that the coordinator refused: {printable(payload.text)}"
+            raise InputError(name, found, "data that fit the run's, as the coordinator says")
 
 
 #: Errors that end the process instead of failing the task or evaluation, which is repeated after a restart; a silo

@@ -25,11 +25,17 @@ from fedmq.config.sections import Modality
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest
-from fedmq.data.item_modalities import Present, SiloRows, modalities_held, silo_rows, without_dropped
 from fedmq.data.prepare import prepare, text_features
-from fedmq.data.prepared_arrays import Prepared, open_prepared
-from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
-from fedmq.encoders.gpu import repeatable
+from fedmq.data.prepared_arrays import Prepared, Present, open_prepared
+from fedmq.data.silo_dataset import (
+    SiloDataset,
+    SiloRows,
+    load_silo_dataset,
+    modalities_held,
+    silo_rows,
+    without_dropped,
+)
+from fedmq.encoders.gpu import make_gpu_repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.agreement import Counts, RunData, as_agreed, counts_of, encoders_of, mask_of, usable
 from fedmq.federation.protocol import Context, SiloFacts
@@ -202,7 +208,7 @@ def device_of(name: str, index: int = 0) -> str:
         here = "".join(f", cuda:{each}" for each in range(count)) or ", as PyTorch finds no GPU on this machine"
         raise InputError("device", name, f"auto, cpu{here}")
     # Here, because features are extracted on the device before a model is built.
-    repeatable()
+    make_gpu_repeatable()
     return f"cuda:{number}"
 
 
@@ -244,7 +250,7 @@ def build_population(
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(scenario.dealt, scenario.backbone, cache, scenario.seed, progress, device, before)
+        else prepare(scenario.dataset, scenario.backbone, cache, scenario.seed, progress, device, before)
     )
     train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
     dropped = None
@@ -407,7 +413,7 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
     column, values = scenario.partition.column or "", prepared.column
     if values is None:
         allowed = "a column of a manifest, or a key of a features file"
-        raise InputError("partition.column", f"{column} with data.name {label(scenario.dealt.name)}", allowed)
+        raise InputError("partition.column", f"{column} with data.name {label(scenario.dataset.name)}", allowed)
     silo, count = partition.by_column(values, column, scenario.silos.count), scenario.silos.count
     parts = tuple([part[silo[part] == index] for index in range(count)] for part in rows)
     for name in ("train", scenario.evaluation.split):

@@ -1,7 +1,6 @@
 """The interface of federated methods, which the modules in ``protocols/`` implement.
 
-One class has both a method's silo side and its coordinator side. Its functions depend only on their arguments: they use
-no sockets, no clock and no global random state.
+One class has a method's silo side and its coordinator side. Its functions depend on their arguments alone.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ class Context:
         objective: the base loss and its options.
         label_names: names of the data set's L labels, in order; empty if it has no labels.
         cohort: number of silos in a full synchronous round, for merges of fewer replies; None if every merge is full.
-        whole_rounds: whether each merge takes all replies of a round, as in mode ``sync``; False in modes without
-            rounds that merge fewer. Set in the coordinator only.
+        whole_rounds: whether each merge takes all replies of a round, as in mode ``sync``; set in the coordinator only.
         max_age: number of versions after which a silo's last known statistics are dropped; None keeps all.
         public: loads the public items, which belong to no silo, in both modalities; returns None if the data set marks
             none as public.
@@ -189,11 +187,13 @@ class Trained:
         payloads: payloads of the reply.
         state: personal tensors to keep for the next task.
         loss: mean training loss.
+        idle: the method left the silo without training, whatever its data are; its update of zeros gets no noise.
     """
 
     payloads: tuple[Payload, ...]
     state: Mapping[str, torch.Tensor]
     loss: float
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,7 @@ class Traits:
         public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
+        model_per_silo: tasks of one version carry another model for each silo.
         our_reading: the method was reconstructed from an incomplete description; runs and tables report this.
         unpaired: what a silo with both modalities does with items that lack one: they are ``ignored`` and counted, or
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
@@ -318,6 +319,7 @@ class Traits:
     needs_public: bool = False
     public_items: int | None = None
     reply_bytes: int = 0
+    model_per_silo: bool = False
     our_reading: bool = False
     unpaired: Literal["ignored", "anchored"] = "ignored"
 
@@ -392,7 +394,7 @@ class FederatedProtocol(ABC):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options: at least pooled, personal_only, needs_public and unpaired.
+        """The traits known from the options: at least those that ``check_traits`` compares.
 
         Args:
             options: an instance of ``Options``.
@@ -474,6 +476,7 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
         ("personal_only", traits.personal_only, before.personal_only),
         ("needs_public", traits.needs_public, before.needs_public),
         ("unpaired", traits.unpaired, before.unpaired),
+        ("model_per_silo", traits.model_per_silo, before.model_per_silo),
     ):
         if at_run != from_options:
             raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")

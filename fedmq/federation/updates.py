@@ -35,8 +35,8 @@ def clip(update: F32, norm: float) -> F32:
 def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[str | int, ...]) -> F32:
     """Clip, then add noise of standard deviation ``noise_multiplier * clip_norm`` (DP-FedAvg, McMahan et al. 2018).
 
-    An all-zero update is returned unchanged: it means that the method left the silo idle, which reveals nothing about
-    its data, and with noise it would count as a trained update.
+    An update of zeros gets the same noise: a coordinator that could send a model from which it results, e.g. by a
+    rate at which each step underflows, would learn from the missing noise.
 
     Args:
         update: float32 [P].
@@ -45,7 +45,7 @@ def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[st
             party that knows the seed.
         path: silo, base version and sequence, which name the draw.
     """
-    if privacy.clip_norm is None or not update.any():
+    if privacy.clip_norm is None:
         return update
     clipped = clip(update, privacy.clip_norm)
     if privacy.noise_multiplier == 0:

@@ -22,24 +22,23 @@ import psutil
 import torch
 
 import protocols
-from coordinator.peers import InProcessPeers, PeerFunction
+from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.extract import ExtractionPlan
-from fedmq.data.prepare import prepare
 from fedmq.errors import FedmqError, InputError
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts
+from fedmq.launch.preflight import FirstStep, sent_payloads
+from fedmq.launch.preparation import to_extract
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import Progress
+from fedmq.text import Progress, size_text
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
-from silos.preflight import FirstStep, sent_payloads
 from silos.tasks import Silo, SiloArguments
 
 #: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
@@ -116,9 +115,10 @@ def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
     run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
     found, began = Rehearsal(), time.monotonic()
 
-    def peers(name: Path, same: Population) -> dict[str, PeerFunction]:
-        answers = inline_peers(run, RunFolder(name), population.prepared.folder, same)
-        return {each: partial(_timed, found, each, answer) for each, answer in answers.items()}
+    def peers(name: Path, same: Population) -> PeerFunctions:
+        made = inline_peers(run, RunFolder(name), population.prepared.folder, same)
+        timed = {each: partial(_timed, found, each, answer) for each, answer in made.answers.items()}
+        return replace(made, answers=timed)
 
     def note(status: Status) -> None:
         found.merges = status.round
@@ -196,10 +196,6 @@ _STEP_MEMORY = 80 << 20
 TOLERANCE = "time within a factor of 1.5 if the load stays the same, memory within 30 %, traffic within 5 %"
 
 
-class _NotExtractedError(Exception):
-    """The features are not in the cache."""
-
-
 def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
     """Lines that say what would run and what it would take.
 
@@ -213,7 +209,7 @@ def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
     scenario = run.scenario
     yield from _what(run)
 
-    if not _extracted(scenario, progress):
+    if to_extract(scenario, progress) is not None:
         yield "features: not extracted yet, so the silos' items, time and traffic are not known; the run, or"
         yield "  fedmq data features FILE, extracts them"
         return
@@ -229,22 +225,9 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
         InputError: the scenario cannot run on its data, or its features are not extracted yet.
         FedmqError: a task failed.
     """
-    if not _extracted(run.scenario, progress):
+    if to_extract(run.scenario, progress) is not None:
         raise InputError("--check --json", "features that are not extracted yet", "first `fedmq data features FILE`")
     return asdict(estimate(run, build_population(run.scenario, progress, pooled=run.pooled)))
-
-
-def _extracted(scenario: Scenario, progress: Progress | None) -> bool:
-    """Whether the features of the data are in the cache, or need no extraction."""
-
-    def refuse(_: ExtractionPlan) -> None:
-        raise _NotExtractedError
-
-    try:
-        prepare(scenario.dealt, scenario.backbone, None, scenario.seed, progress, device_of(scenario.device), refuse)
-    except _NotExtractedError:
-        return False
-    return True
 
 
 def _what(run: ResolvedRun) -> Iterator[str]:
@@ -256,7 +239,7 @@ def _what(run: ResolvedRun) -> Iterator[str]:
     yield f"aggregation: {scenario.aggregation.mode}, {rate:.0%} of the eligible silos selected"
     faults = ", ".join(fault.kind for fault in scenario.faults)
     yield f"faults: {faults or 'none'}"
-    yield f"data: {scenario.dealt.name}, backbone {scenario.backbone.name}, objective {scenario.objective.base}"
+    yield f"data: {scenario.dataset.name}, backbone {scenario.backbone.name}, objective {scenario.objective.base}"
 
 
 def _who(population: Population) -> Iterator[str]:
@@ -415,15 +398,15 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     down, up = found.down / found.tasks, found.up / found.tasks
     yield (
         f"tasks: {found.tasks:,}, of {_duration(found.seconds)} each on average, "
-        f"{down / 1e6:.1f} MB down, {up / 1e6:.1f} MB up"
+        f"{size_text(down)} down, {size_text(up)} up"
     )
     yield (
         f"estimated time: {_duration(found.startup + found.rounds)} "
         f"({_duration(found.startup)} until all silos are ready)"
     )
-    yield f"estimated traffic: {found.down / 1e6:,.1f} MB down, {found.up / 1e6:,.1f} MB up"
+    yield f"estimated traffic: {size_text(found.down)} down, {size_text(found.up)} up"
     how = "one process" if not found.processes else f"{found.processes} silo processes and the others"
-    yield f"estimated memory: {found.memory / (1 << 20):,.0f} MB in {how}"
+    yield f"estimated memory: {size_text(found.memory)} in {how}"
     basis = (
         f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
     )

@@ -9,6 +9,8 @@ import importlib
 import os
 import signal
 
+from fedmq.packages import full_name
+
 # Ctrl-C is handled by the command that started the forkserver; when it exits, the forkserver exits, too. Children
 # inherit this.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -25,17 +27,17 @@ _MODULES = (
     "numpy.random",
     "safetensors.torch",
     "torch",
-    "coordinator.program",
+    full_name("coordinator.program"),
     "fedmq.evaluation.program",
-    "protocols",
-    "silos.host",
+    full_name("protocols"),
+    full_name("silos.host"),
 )
 
 # Imports leave almost no garbage, but collections during them take a fifth of the time.
 gc.disable()
 for _name in _MODULES:
     importlib.import_module(_name)
-for _package, _plugins in (("protocols", "METHODS"), ("protocols.objectives", "OBJECTIVES")):
+for _package, _plugins in ((full_name("protocols"), "METHODS"), (full_name("protocols.objectives"), "OBJECTIVES")):
     _registry = getattr(importlib.import_module(_package), _plugins)
     for _name in _registry.built_in():
         _registry.find(_name)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import numpy as np
 
 from coordinator.program import check
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data import extract
+from fedmq.data.extract import ExtractionPlan
+from fedmq.data.prepared_arrays import save_arrays, save_present
+from fedmq.data.splits import SPLITS
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.federation.population import build_population
-from fedmq.federation.preflight.data import Fits, refuse_before_extraction
+from fedmq.federation.population import Population, build_population, check_clusters
 from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.processes import report, set_up_child
 from fedmq.storage.cache import cache_folder
+from fedmq.text import Progress
 
 
-def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> Path:
+def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
     """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
 
     Args:
@@ -72,43 +78,12 @@ def population_process(run: ResolvedRun, line: Connection) -> None:
         report(line, folder)
 
 
-def _fits(run: ResolvedRun) -> Fits:
-    """Raises InputError if the run's programs would refuse a scenario with the prepared data in a folder."""
-
-    def fits(scenario: Scenario, folder: Path) -> None:
-        here = scenario.model_copy(update={"device": "cpu"})
-        check(here, build_population(here, folder=folder, pooled=run.pooled))
-
-    return fits
-
-
-def check_without_features(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> None:
-    """Refuse a run whose data do not suffice, without extracting features.
-
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-
-    Raises:
-        InputError: like :func:`population_here`, as far as this can be determined without features.
-    """
-    scenario, fits = run.scenario, _fits(run)
-    if scenario.backbone.name == "features":
-        fits(scenario, build_population(scenario, progress).prepared.folder)
-        return
-    made = extract.plan(scenario.dealt, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
-    refuse_before_extraction(made, scenario, fits)
-
-
-def population_here(
-    run: ResolvedRun, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
-) -> Path:
+def population_here(run: ResolvedRun, progress: Progress | None) -> Path:
     """Prepare the run's data in this process, otherwise like :func:`prepare_population`.
 
     Args:
         run: the run.
         progress: called with (what, done, total) during long steps.
-        folder: folder of the prepared data, if known.
 
     Returns:
         The folder of the prepared data.
@@ -116,10 +91,94 @@ def population_here(
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
     """
-
-    def before(made: extract.ExtractionPlan) -> None:
-        refuse_before_extraction(made, run.scenario, _fits(run))
-
-    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled, before=before)
-    check(run.scenario, population)
+    before = partial(refuse_before_extraction, run)
+    population = build_population(run.scenario, progress, pooled=run.pooled, before=before)
+    _can_start(run.scenario, population)
     return population.prepared.folder
+
+
+_WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
+
+
+def to_extract(scenario: Scenario, progress: Progress | None) -> ExtractionPlan | None:
+    """What a run would still extract from its data; None if the cache or a file has the features."""
+    if scenario.backbone.name == "features":
+        return None
+    made = extract.plan(scenario.dataset, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
+    return None if (cache_folder() / "data" / made.digest).is_dir() else made
+
+
+def check_data(run: ResolvedRun, progress: Progress | None) -> None:
+    """Refuse a run whose data do not suffice, without extracting features.
+
+    Raises:
+        InputError: the run's programs would refuse the data, or the scenario with these data.
+    """
+    scenario = run.scenario
+    if scenario.data is None:
+        return
+    if (made := to_extract(scenario, progress)) is not None:
+        refuse_before_extraction(run, made)
+    else:
+        _can_start(scenario, build_population(_on_cpu(scenario), progress, pooled=run.pooled))
+
+
+def _can_start(scenario: Scenario, population: Population) -> None:
+    check(_on_cpu(scenario), population)
+
+
+def _on_cpu(scenario: Scenario) -> Scenario:
+    """The scenario on a device that every machine has; the devices of the programs have a check of their own."""
+    return scenario.model_copy(update={"device": "cpu"})
+
+
+def refuse_before_extraction(run: ResolvedRun, made: ExtractionPlan) -> None:
+    """Refuse a scenario that cannot run on a data set, as far as that can be seen without its features.
+
+    Args:
+        run: the run.
+        made: what would be extracted.
+
+    Raises:
+        InputError: a run would refuse the scenario with these data, or there are fewer training texts than
+            ``partition.clusters``.
+    """
+    scenario = run.scenario
+    if scenario.partition.kind == "dir_clusters":
+        present, train = made.raw.present(made.kind), made.split == SPLITS.index("train")
+        texts = int((train if present is None else train & present[:, 1]).sum())
+        check_clusters(scenario.partition.clusters, texts)
+    if scenario.backbone.adapter_site == "blocks" or scenario.backbone.end_to_end:
+        return  # needs pixels, for which there are no placeholders
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        _write_placeholder(made, scenario.backbone.dim or _WIDTH, Path(name))
+        vectors = _on_cpu(_on_vectors(scenario))
+        _can_start(vectors, build_population(vectors, folder=Path(name), pooled=run.pooled))
+
+
+def _write_placeholder(made: ExtractionPlan, usual: int, folder: Path) -> None:
+    """Write a prepared data set with the labels and splits of a raw one, and zeros as features.
+
+    Their width is that of the features or, if unknown, of the other modality's, or ``usual``.
+    """
+    n = len(made.raw)
+    image, text = made.image.width, made.text.width if made.text else 0
+    if made.text is None and made.raw.bag is not None:
+        text = made.raw.bag.shape[1]
+    for name, shape in (("image", (n, image or text or usual)), ("text", (n, text or image or usual))):
+        # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
+        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
+    present = made.raw.present(made.kind)
+    counts = np.ones(n, np.int64) if present is None else present[:, 1].astype(np.int64)
+    save_arrays(folder, captions=counts, labels=made.raw.labels, split=made.split)
+    lacking = save_present(folder, present)
+    made.finish(folder, made.digest, lacking, made.raw.keys, made.raw.label_names)
+
+
+def _on_vectors(scenario: Scenario) -> Scenario:
+    """The scenario with a backbone and a partition that need no encoder."""
+    backbone = scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
+    partition = scenario.partition
+    if partition.kind == "dir_clusters":
+        partition = partition.model_copy(update={"kind": "iid"})
+    return scenario.model_copy(update={"backbone": backbone, "partition": partition})

@@ -26,8 +26,7 @@ from typing import Any
 import psutil
 
 from coordinator.faults import ProcessCommand
-from coordinator.file_descriptors import OTHER_DESCRIPTORS
-from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.program import OTHER_DESCRIPTORS, CoordinatorArguments, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
@@ -37,7 +36,7 @@ from fedmq.launch.forkserver import CONTEXT
 from fedmq.launch.remote_peer import Cluster, RemoteProcess
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import print_line
+from fedmq.text import print_line, size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.transports.shared_connections import MAX_BRANCHES, SHARED
 from silos.host import HostArguments, run_host
@@ -122,7 +121,7 @@ def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
     if descriptors > limits.descriptors:
         need = f"{descriptors} open files, and {limits.descriptors:.0f} are allowed"
     elif memory > limits.memory:
-        need = f"{memory / 2**30:.1f} GiB of memory, and {limits.memory / 2**30:.1f} GiB are available"
+        need = f"{size_text(memory)} of memory, and {size_text(limits.memory)} are available"
     else:
         return Hosting()
     hosts = _dealt(names, min(count, 2 * scenario.slots), room)
@@ -196,13 +195,14 @@ def _print_error(error: FedmqError) -> int:
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
     """Run the coordinator; sends its status, its orders and finally its result to the parent."""
     set_up_child(terminable=False)
+    parent = _Parent(line)
     try:
         outcome = run_coordinator(
             arguments,
             listening=partial(report, line),
             status=partial(report, line),
-            stop_wanted=lambda: line.poll(0),
-            order=lambda order: _pass_on(order, line),
+            stop_wanted=parent.wants_stop,
+            order=parent.carry_out,
         )
     except InputError as error:
         report(line, (error.place, str(error.found), error.allowed))
@@ -212,11 +212,26 @@ def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> No
         report(line, outcome)
 
 
-def _pass_on(order: ProcessCommand, line: Connection) -> None:
-    """Send the order of a scripted fault to the parent; the coordinator kills itself if the order says so."""
-    report(line, order)
-    if order.what == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
+class _Parent:
+    """The coordinator's end of the line to its parent, which says ``stop``, and ``done`` after each order."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line, self._stopping = line, False
+
+    def wants_stop(self) -> bool:
+        self._stopping = self._stopping or self._line.poll(0)
+        return self._stopping
+
+    def carry_out(self, order: ProcessCommand) -> None:
+        """Send the order of a scripted fault, and wait until it is carried out; ``die`` ends this process."""
+        report(self._line, order)
+        if order.what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while self._line.recv() != "done":
+                self._stopping = True
+        except (EOFError, ConnectionError):
+            os._exit(_ORPHANED)
 
 
 def silo_process(arguments: SiloArguments) -> None:
@@ -350,11 +365,11 @@ class ProcessGroup:
         hosts = enumerate(self.hosting.hosts)
         return next((_host_name(index) for index, names in hosts if name in names), name)
 
-    def execute(self, order: ProcessCommand) -> Connection | None:
+    def execute(self, order: ProcessCommand, line: Connection) -> Connection:
         """Execute an order of a scripted fault; such deaths do not count towards the limit of restarts.
 
         Returns:
-            The connection to the coordinator if it was restarted.
+            The connection to the coordinator, another one if it was restarted.
         """
         name = self._process_of(order.name)
         process = self.processes.get(name)
@@ -376,7 +391,9 @@ class ProcessGroup:
                 self.start_peer(name)
             case _:
                 pass
-        return None
+        with contextlib.suppress(OSError):
+            line.send("done")
+        return line
 
     def _restart(self, name: str) -> None:
         self._kill(name)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.launch.private_folder import PEER, private_folder
+from fedmq.launch.forkserver import PEER, private_folder
 from fedmq.launch.remote_peer import (
     DIED,
     ENVIRONMENT,
@@ -74,10 +74,6 @@ class RayProcess(RemoteProcess):
         except self._ray.exceptions.RayError as error:
             self.say(type(error).__name__)
             return DIED
-
-    @override
-    def terminate(self) -> None:
-        """The coordinator's stop reaches all that have joined; the others are killed later."""
 
     @override
     def kill(self) -> None:

@@ -332,9 +332,8 @@ class RemoteProcess(ABC):
     def poll(self) -> int | None:
         """The exit code, None while it waits for a place or runs."""
 
-    @abstractmethod
-    def terminate(self) -> None:
-        """End it unless it has joined the run; the coordinator ends those that have."""
+    def terminate(self) -> None:  # noqa: B027 - not for subclasses
+        """Do nothing: the coordinator's stop reaches all that have joined; the others are killed later."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -402,9 +401,7 @@ class Cluster(ABC):
         """Start a silo, a host or the evaluator where it finds a place."""
 
 
-def run_peer(
-    task: bytes, place: Path, private: Mapping[str, bytes], joined: Callable[[], None] = lambda: None
-) -> Ended:
+def run_peer(task: bytes, place: Path, private: Mapping[str, bytes]) -> Ended:
     """Run a silo, a host or the evaluator on the machine that it was placed on.
 
     It writes into the run folder if this machine has it, otherwise into its own folder.
@@ -413,7 +410,6 @@ def run_peer(
         task: a :class:`fedmq.launch.remote_peer.PeerTask`.
         place: the process's own folder, with the public keys that it needs in ``keys/``.
         private: its private keys by name, as PEM. They are only in memory, so a process that is killed leaves none.
-        joined: called when it has joined the run and the coordinator can end it.
     """
     try:
         given = decode(PeerTask, task, "task of this process")
@@ -422,7 +418,7 @@ def run_peer(
         return Ended.saying(_REFUSED, str(refused))
     shared = RunFolder(given.out).scenario.is_file()
     out = given.out if shared else place / "run"
-    code, error = _run(given.arguments(place / "keys", out), identities, joined)
+    code, error = _run(given.arguments(place / "keys", out), identities)
     return Ended.saying(code, error, () if shared else written_files(out, given.names))
 
 
@@ -433,16 +429,16 @@ def _identity(name: str, private: Mapping[str, bytes], place: Path) -> Identity:
     return identity_of(name, private[name], path)
 
 
-def _run(arguments: PeerArguments, identities: Mapping[str, Identity], joined: Callable[[], None]) -> tuple[int, str]:
+def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[int, str]:
     """Run a program; returns its exit code and its error."""
     try:
         match arguments:
             case EvaluatorArguments():
-                run_evaluator(arguments, measured=joined, identity=identities[EVALUATOR])
+                run_evaluator(arguments, identity=identities[EVALUATOR])
             case SiloArguments():
-                run_silo(arguments, joined=joined, identity=identities[arguments.name])
+                run_silo(arguments, identity=identities[arguments.name])
             case HostArguments():
-                run_host(arguments, joined=joined, identities=identities)
+                run_host(arguments, identities=identities)
     except FedmqError as error:
         return _REFUSED if isinstance(error, InputError) else _FAILED, str(error)
     except Exception as error:

@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
-from fedmq.launch.processes import ignore_sigterm
 from fedmq.launch.remote_peer import (
     DIED,
     ENVIRONMENT,
@@ -63,9 +62,6 @@ _RESULT_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
 #: Time limit of a local job, a year [min].
 _LOCAL_MINUTES = 365 * 24 * 60
-#: Signal that ends a job's process immediately. Slurm turns KILL into a cancellation: SIGTERM, then SIGKILL after
-#: KillWait.
-_KILL = "USR1"
 #: Mode of the folders with the jobs' files.
 _PRIVATE = 0o700
 #: Files of a job's folder; the last one becomes the result once it is complete.
@@ -86,18 +82,18 @@ _ALIVE = frozenset(
 def run_job(folder: str) -> NoReturn:
     """Run a silo, a host or the evaluator as a job; see :func:`fedmq.launch.remote_peer.run_peer`.
 
-    submitit would requeue a job on SIGTERM and SIGUSR2; here the command restarts jobs that end early. The process
-    exits in this function, so that submitit does not write its own result.
+    submitit would ignore SIGTERM, with which Slurm cancels a job, and requeue it on SIGUSR2; here the command restarts
+    jobs that end early. The process exits in this function, so that submitit does not write its own result.
 
     Args:
         folder: the job's folder.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     place = Path(folder)
     task, private = read_regular(place / _TASK, "the task of this job", MOST_BYTES), take_keys(place / "keys")
-    ended = run_peer(task, place, private, ignore_sigterm)
+    ended = run_peer(task, place, private)
     # Not into a folder that the command has removed, as it takes this job for dead.
     (place / _WRITING).write_bytes(encode(ended))
     (place / _WRITING).replace(place / _RESULT)
@@ -112,12 +108,8 @@ class Jobs(ABC):
         """The job's final state, in capitals; empty while it waits or runs, or while its state is unknown."""
 
     @abstractmethod
-    def terminate(self, job: Any) -> None:
-        """Cancel the job if it waits for a place, and send SIGTERM to its process if it runs."""
-
-    @abstractmethod
-    def kill(self, job: Any) -> None:
-        """Cancel the job, and end its process immediately."""
+    def cancel(self, job: Any) -> None:
+        """Cancel the job, and end its process."""
 
 
 @dataclass
@@ -158,13 +150,9 @@ class SlurmJobs(Jobs):
             print_line(f"slurm: jobs in the queue: {waiting.count(why)} ({why})", error=True)
 
     @override
-    def terminate(self, job: Any) -> None:
-        _cancel(job.job_id, ("--state=PENDING",), ("--full", "--signal=TERM"))
-
-    @override
-    def kill(self, job: Any) -> None:
+    def cancel(self, job: Any) -> None:
         self.asked = -math.inf
-        _kill_job(job.job_id)
+        _cancel(job.job_id)
 
 
 @dataclass(frozen=True)
@@ -177,21 +165,12 @@ class LocalJobs(Jobs):
         return "" if state == "RUNNING" else state
 
     @override
-    def terminate(self, job: Any) -> None:
-        self._send(job, signal.SIGTERM)
-
-    @override
-    def kill(self, job: Any) -> None:
-        self._send(job, signal.SIGKILL)
-
-    def _send(self, job: Any, number: signal.Signals) -> None:
-        """Send a signal to the job's process, a child of the one whose id is the number of the job."""
-        if self.ended(job):
-            return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            waiting = psutil.Process(int(job.job_id))
-            for process in waiting.children(recursive=True) or [waiting]:
-                process.send_signal(number)
+    def cancel(self, job: Any) -> None:
+        if not self.ended(job):
+            with contextlib.suppress(psutil.NoSuchProcess):  # the number of the job is the id of the process's parent
+                waiting = psutil.Process(int(job.job_id))
+                for process in waiting.children(recursive=True) or [waiting]:
+                    process.kill()
 
 
 class SlurmProcess(RemoteProcess):
@@ -245,13 +224,9 @@ class SlurmProcess(RemoteProcess):
         return log
 
     @override
-    def terminate(self) -> None:
-        self._jobs.terminate(self._job)
-
-    @override
     def kill(self) -> None:
         self._ended_at = -math.inf  # there will be no result to wait for
-        self._jobs.kill(self._job)
+        self._jobs.cancel(self._job)
 
 
 @dataclass(frozen=True)
@@ -358,8 +333,6 @@ def _options(scenario: Scenario) -> dict[str, Any]:
         "stderr_to_stdout": True,
         # One process per job. As a step of srun, it would not get the job's cores from Slurm 22.05 on.
         "use_srun": False,
-        # Signals are for the job's process; the shell around it waits for its end.
-        "setup": [f"trap : TERM {_KILL}"],
     }
 
 
@@ -378,15 +351,10 @@ def _answer(*command: str) -> str:
     return done.stdout
 
 
-def _cancel(number: str, *calls: Sequence[str]) -> None:
-    """Call ``scancel`` for a job, which may have ended."""
-    for options in calls:
-        with contextlib.suppress(OSError):
-            _answer("scancel", *options, number)
-
-
-def _kill_job(number: str) -> None:
-    _cancel(number, ("--full", f"--signal={_KILL}"), ())
+def _cancel(number: str) -> None:
+    """Cancel a job, which may have ended."""
+    with contextlib.suppress(OSError):
+        _answer("scancel", number)
 
 
 def _reason(text: str) -> str:
@@ -423,7 +391,7 @@ def _cancel_left(files: Path) -> None:
     with contextlib.suppress(OSError):
         rows = [line.partition("|") for line in _answer("squeue", "--me", "--noheader", "--format=%A|%j").splitlines()]
         for number in sorted(number for number, _, name in rows if number in left and name.startswith(_JOB_NAME)):
-            _kill_job(number)
+            _cancel(number)
 
 
 def _remove_files(files: Path) -> None:

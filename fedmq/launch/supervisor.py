@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from coordinator.faults import ProcessCommand
-from coordinator.peers import InProcessPeers, PeerFunction
+from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
@@ -29,9 +29,8 @@ from fedmq.config.site import Site
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import Population, device_of
-from fedmq.launch.forkserver import warm_up
+from fedmq.launch.forkserver import private_folder, warm_up
 from fedmq.launch.interrupts import say_stopping
-from fedmq.launch.private_folder import private_folder
 from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting
 from fedmq.launch.remote_peer import Cluster, refuse_freeze
 from fedmq.runs.run_records import RunSummary
@@ -40,6 +39,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from silos.personal_state import DiskQueue
 from silos.tasks import Silo, SiloArguments
 
 #: Interval between measurements of memory, which take about a second for thirty silos [s].
@@ -160,19 +160,17 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
-def inline_peers(
-    run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population
-) -> dict[str, PeerFunction]:
-    """The evaluator and every silo of a run as functions, by name; they share one model in turn."""
+def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> PeerFunctions:
+    """The evaluator and every silo of a run as functions; they share one model in turn."""
     scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
-    evaluator = Evaluator(scenario, population, device)
+    evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue()
     answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
         arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
-        answers[name] = Silo(arguments, population, model, noise=scenario.seed).respond
-    return answers
+        answers[name] = Silo(arguments, population, model, noise=scenario.seed, disk_queue=disk_queue).respond
+    return PeerFunctions(answers, disk_queue.settle)
 
 
 def simulate_inline(
@@ -221,8 +219,7 @@ def _watch(
             case str(uri):
                 supervisor.start_peers(uri)
             case ProcessCommand():
-                line = supervisor.execute(item) or line
-                stop_sent = stop_sent and item.what != "die"
+                line, stop_sent = supervisor.execute(item, line), stop_sent and item.what != "die"
             case Status():
                 if ready is None and item.online == supervisor.run.scenario.silos.count:
                     ready = time.monotonic() - began

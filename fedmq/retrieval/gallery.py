@@ -2,10 +2,10 @@
 
 A gallery is a folder that is created atomically:
 
-    embeddings.npz or codes.npz   image [n, .], text [m, .], owner [m], keys [n]; codes are packed, eight bits to a byte
-    images.faiss, captions.faiss  of 10,000 vectors or more: IndexFlatIP of embeddings, IndexBinaryFlat of codes
-    items.json                    keys, and the captions as text if the data set has any
-    gallery.json                  its model and its source
+    image.npy, text.npy   embeddings float32 [n, d] and [m, d], or codes uint8 [n, bytes], eight bits to a byte
+    owner.npy             the item of each caption, int64 [m]
+    items.json            keys, and the captions as text if the data set has any
+    gallery.json          its model and its source
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ import torch
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
 from fedmq.data.prepare import prepare
-from fedmq.data.prepared_arrays import Prepared, PreparedMeta
-from fedmq.data.readers.formats import read_array
+from fedmq.data.prepared_arrays import Prepared, PreparedMeta, mapped
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.packages import package
 from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, images_below, site_gallery
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
-from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.json_files import Stored, read_json
 
@@ -44,10 +41,7 @@ Among = Literal["images", "captions"]
 Progress = Callable[[str, int, int], None]
 
 FORMAT: Final = 1
-#: Number of vectors from which faiss ranks instead of NumPy.
-FAISS_FROM: Final = 10_000
 _BATCH = 256
-_SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
 AGAIN = "an exported gallery; delete the folder to create it again"
 
 
@@ -214,17 +208,17 @@ def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report
         Packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
     """
     tower = model.encoders.image if modality == "image" else model.encoders.caption
-    found: list[Array] = []
+    parts: list[Array] = []
     done = 0
     for batch in batches:
         with torch.inference_mode():
             # Copied because the last bits depend on the alignment of the memory, which a memory map does not fix.
             vectors = tower(torch.from_numpy(np.array(batch))).cpu()
         unit = vectors if model.binary else torch.nn.functional.normalize(vectors, dim=1)
-        found.append(hamming.pack(unit) if model.binary else unit.numpy())
+        parts.append(hamming.pack(unit) if model.binary else unit.numpy())
         done += len(batch)
         report(done)
-    return np.concatenate(found)
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -243,11 +237,6 @@ class Gallery:
     def binary(self) -> bool:
         """Whether it holds codes, ranked by Hamming distance."""
         return self.meta.binary
-
-    @property
-    def vectors(self) -> Path:
-        """The file of codes or embeddings."""
-        return self.folder / ("codes.npz" if self.binary else "embeddings.npz")
 
     @property
     def prepared(self) -> Prepared:
@@ -270,64 +259,27 @@ class Gallery:
         return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
 
     def array(self, name: str) -> Array:
-        """One array of :attr:`vectors`: codes or embeddings [n, .] or [m, .], owner int64 [m], or keys [n].
+        """One array, mapped from its file: ``image`` [n, .], ``text`` [m, .], or ``owner`` int64 [m].
 
         Raises:
             InputError: the file is damaged, or holds something else than ``gallery.json`` says.
         """
-        arguments = (self.vectors, name, False, False)
-        found: Array = quarantine.read(
-            read_array, *arguments, place=str(self.vectors), allowed=AGAIN, files=[self.vectors]
-        )
-        about = (found.dtype.kind, *found.shape)
-        if about != (expected := self._described(name)) or not self._sound(name, found):
-            shown = f"{about[0]} {list(about[1:])}, or other values"
-            raise InputError(f"{self.vectors}: {name}", shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
-        return found
+        path, rows = self.folder / f"{name}.npy", self.meta.items if name == "image" else self.meta.captions
+        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, self._width)
+        array = mapped(path, AGAIN)
+        found = (array.dtype.kind, *array.shape)
+        if found != expected or (name == "owner" and not self._are_owners(array)):
+            shown = f"{found[0]} {list(found[1:])}, or other values"
+            raise InputError(str(path), shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
+        return array
 
-    def _described(self, name: str) -> tuple[str | int | None, ...]:
-        """Kind of the dtype and shape of an array by ``gallery.json``."""
-        rows = self.meta.items if name in ("image", "keys") else self.meta.captions
-        if name in ("owner", "keys"):
-            return "i" if name == "owner" else "U", rows
-        width = self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
-        return "u" if self.binary else "f", rows, width
+    @property
+    def _width(self) -> int | None:
+        return self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
 
-    def _sound(self, name: str, found: Array) -> bool:
-        """Whether vectors are finite, and owners are items in ascending order."""
-        if name == "owner":
-            return bool(
-                (np.diff(found) >= 0).all() and (not len(found) or 0 <= found[0] <= found[-1] < self.meta.items)
-            )
-        return name == "keys" or bool(np.isfinite(found).all())
-
-
-def faiss() -> Any:
-    """The faiss package.
-
-    Raises:
-        InputError: it is not installed; the error names the extra that installs it.
-    """
-    return package("faiss", "search", f"a search among {FAISS_FROM:,} vectors or more")
-
-
-def flat_index(vectors: Array) -> Any:
-    """An exact faiss index of packed codes uint8 [n, bytes] or of embeddings float32 [n, d].
-
-    Raises:
-        InputError: faiss is not installed.
-    """
-    library, binary = faiss(), vectors.dtype == np.uint8
-    index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
-    index.add(np.ascontiguousarray(vectors))
-    return index
-
-
-def _write_index(vectors: Array, path: Path) -> None:
-    """Write an exact index of codes or embeddings."""
-    # Not with faiss.write_index: on a full disk it writes half a file without an error.
-    serialise = faiss().serialize_index_binary if vectors.dtype == np.uint8 else faiss().serialize_index
-    path.write_bytes(serialise(flat_index(vectors)).tobytes())
+    def _are_owners(self, array: Array) -> bool:
+        """Whether numbers of items ascend."""
+        return not len(array) or bool((np.diff(array) >= 0).all() and 0 <= array[0] <= array[-1] < self.meta.items)
 
 
 def export(release: Release | ModelFolder, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
@@ -353,10 +305,10 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
     if chosen is None and (root / own).is_dir():
         return open_gallery(root / own, release.used)
     scenario = release.scenario
-    prepared = prepare(scenario.dealt, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    prepared = prepare(scenario.dataset, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
         release.check_data(prepared)
-        source = of_data(scenario.dealt, scenario.backbone, prepared, own)
+        source = of_data(scenario.dataset, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
     else:
@@ -374,8 +326,8 @@ def export(release: Release | ModelFolder, chosen: Path | None = None, progress:
 def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress | None) -> Gallery:
     """The gallery of the images below a folder, made with a model without its run and kept in the model's folder."""
     if folder is None or not folder.is_dir():
-        found = "nothing" if folder is None else f"{folder}, which is not a folder"
-        raise InputError("--gallery", found, "a folder of images: a model without its run has no other gallery")
+        given = "nothing" if folder is None else f"{folder}, which is not a folder"
+        raise InputError("--gallery", given, "a folder of images: a model without its run has no other gallery")
     return _filled_alone(model, of_folder(model, folder), progress)
 
 
@@ -384,22 +336,22 @@ def _export_own(release: Release, chosen: Path | None, progress: Progress | None
     path = chosen_for_sites(release, chosen)
     if path.is_dir():
         return _filled_alone(release, of_folder(release, path), progress)
-    found = site_gallery(release, path, progress)
-    name = _named(release, path.stem, key_of(release.used, found.prepared.digest))
-    source = of_data(found.data, release.scenario.backbone, found.prepared, name, found.captions)
+    site = site_gallery(release, path, progress)
+    name = _named(release, path.stem, key_of(release.used, site.prepared.digest))
+    source = of_data(site.data, release.scenario.backbone, site.prepared, name, site.captions)
     return _filled_alone(release, source, progress)
 
 
-def _filled_alone(found: Release | ModelFolder, source: Source, progress: Progress | None) -> Gallery:
+def _filled_alone(opened: Release | ModelFolder, source: Source, progress: Progress | None) -> Gallery:
     """The gallery of a source, made without the data of the model's run."""
-    model = found.files if isinstance(found, Release) else found
+    model = opened.files if isinstance(opened, Release) else opened
     root = model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
         root = model.cache / "galleries"  # as on a read-only disk
         if progress is not None:
             progress(f"{model.folder} cannot be written: the gallery is kept in {root}", 1, 1)
-    silo = found.own.silo if isinstance(found, Release) and found.own is not None else None
-    return _filled(root, source, found.used, found.alone, {} if silo is None else {"silo": silo}, progress)
+    silo = opened.own.silo if isinstance(opened, Release) and opened.own is not None else None
+    return _filled(root, source, opened.used, opened.alone, {} if silo is None else {"silo": silo}, progress)
 
 
 def _filled(
@@ -448,11 +400,8 @@ def _fill(
         items=len(items.keys),
         captions=len(source.owner),
     ).model_copy(update={**width, **about})
-    gallery = Gallery(folder, meta)
-    np.savez(gallery.vectors, owner=source.owner, keys=np.array(items.keys), **arrays, allow_pickle=False)
-    for among, side in _SIDE.items():
-        if side in arrays and len(arrays[side]) >= FAISS_FROM:
-            _write_index(arrays[side], folder / f"{among}.faiss")
+    for name, array in {"owner": source.owner, **arrays}.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
     (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
     (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 

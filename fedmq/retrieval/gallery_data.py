@@ -51,10 +51,10 @@ def data_in(file: Path) -> Data:
         return Data(name="features", path=file.absolute())
     # A site file may have the same keys as a scenario of nothing but data; its paths start at its own folder.
     site = read_yaml(file).keys() <= Site.model_fields.keys()
-    found = read_site(file).data if site else load(file).data
-    if found is None:
+    data = read_site(file).data if site else load(file).data
+    if data is None:
         raise InputError(f"--gallery {file}", f"a {'site file' if site else 'scenario'} without data", ALLOWED)
-    return found
+    return data
 
 
 def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -63,8 +63,8 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
     if backbone.name != "features":
         from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
 
-        found = catalogue.find(data.name).read(data)
-        known = dict(zip(found.keys, found.captions, strict=True))
+        raw = catalogue.find(data.name).read(data)
+        known = dict(zip(raw.keys, raw.captions, strict=True))
     return tuple(known.get(key, ()) for key in keys)
 
 

@@ -84,7 +84,7 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
     onnx, runtime = (package(name, "onnx", "fedmq export --onnx") for name in ("onnx", "onnxruntime"))
     inputs, label_names = described(files)
     model = files.build(inputs, label_names)
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
 
     def fill(made: Path) -> None:
         for modality in MODALITIES:
@@ -92,10 +92,10 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
             tower = _Tower(model, modality).eval()
             _write_tower(tower, _examples(inputs, modality, 2), path)
             _describe(onnx, path, files, modality)
-            found[modality] = _difference(runtime, tower, path, inputs)
+            differences[modality] = _difference(runtime, tower, path, inputs)
 
     _create(folder, fill)
-    return tuple(OnnxFile(folder / f"{modality}.onnx", found[modality]) for modality in MODALITIES)
+    return tuple(OnnxFile(folder / f"{modality}.onnx", differences[modality]) for modality in MODALITIES)
 
 
 def _check_new(folder: Path, option: str) -> None:
@@ -184,8 +184,8 @@ def _difference(runtime: Any, tower: _Tower, path: Path, inputs: InputSpec) -> f
         x = _examples(inputs, tower.modality, count)
         with torch.inference_mode():
             expected: npt.NDArray[np.float32] = tower(x).float().numpy()
-        (found,) = session.run(None, {"x": x.numpy()})
-        worst = max(worst, float(np.abs(found - expected).max()))
+        (computed,) = session.run(None, {"x": x.numpy()})
+        worst = max(worst, float(np.abs(computed - expected).max()))
     if not worst <= PARITY:
         raise RunError(f"{path.name}: its outputs differ by {worst:.2g} from the model's, more than {PARITY:g}")
     return worst
@@ -242,9 +242,9 @@ def front_matter(card: str, place: str) -> dict[str, Any]:
     lines = card.splitlines()
     if lines[:1] == ["---"] and "---" in lines[1:]:
         try:
-            found = yaml_files.parse("\n".join(lines[1 : lines.index("---", 1)]))
+            facts = yaml_files.parse("\n".join(lines[1 : lines.index("---", 1)]))
         except yaml_files.ERRORS:
-            found = None
-        if isinstance(found, dict):
-            return found
+            facts = None
+        if isinstance(facts, dict):
+            return facts
     raise InputError(place, "no valid front matter", "YAML between two lines of --- at the head of the card")

@@ -88,7 +88,7 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:
-        raise InputError(f"data.name of {release.run.root}", scenario.dealt.name, "a data set with labels")
+        raise InputError(f"data.name of {release.run.root}", scenario.dataset.name, "a data set with labels")
     return population
 
 
@@ -127,8 +127,8 @@ def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
     """
     sizes = {
         tuple(
-            (way, *(None if curve is None else len(curve.recall) for curve in (each.pr_rank, each.pr_radius)))
-            for way, each in run.items()
+            (way, *(None if curve is None else len(curve.recall) for curve in (ranking.pr_rank, ranking.pr_radius)))
+            for way, ranking in run.items()
         )
         for run in runs
     }
@@ -137,32 +137,32 @@ def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
     return Measured(name, {way: _mean([run[way] for run in runs]) for way in runs[0]})
 
 
-def _mean(found: Sequence[RankingMetrics]) -> RankingMetrics:
+def _mean(runs: Sequence[RankingMetrics]) -> RankingMetrics:
     return RankingMetrics(
-        map=float(np.mean([each.map for each in found])),
-        map_expected=float(np.mean([each.map_expected for each in found])),
-        map_at=_means([each.map_at for each in found]),
-        ndcg=_means([each.ndcg for each in found]),
-        ndcg_retrieved=_means([each.ndcg_retrieved for each in found]),
-        top_n={n: tuple(np.mean([each.top_n[n] for each in found], axis=0).tolist()) for n in found[0].top_n},
-        pr_rank=_curve([each.pr_rank for each in found]),
-        pr_radius=_curve([each.pr_radius for each in found]),
+        map=float(np.mean([run.map for run in runs])),
+        map_expected=float(np.mean([run.map_expected for run in runs])),
+        map_at=_means([run.map_at for run in runs]),
+        ndcg=_means([run.ndcg for run in runs]),
+        ndcg_retrieved=_means([run.ndcg_retrieved for run in runs]),
+        top_n={n: tuple(np.mean([run.top_n[n] for run in runs], axis=0).tolist()) for n in runs[0].top_n},
+        pr_rank=_curve([run.pr_rank for run in runs]),
+        pr_radius=_curve([run.pr_radius for run in runs]),
     )
 
 
-def _means(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+def _means(runs: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
 
 
-def _curve(found: Sequence[Curve | None]) -> Curve | None:
+def _curve(of_runs: Sequence[Curve | None]) -> Curve | None:
     """The mean curve; runs that retrieve nothing within a radius are left out of its precision."""
-    curves = [each for each in found if each is not None]
+    curves = [curve for curve in of_runs if curve is not None]
     if not curves:
         return None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN if no run retrieves anything
-        precision = np.nanmean([each.precision for each in curves], axis=0)
-    return Curve(precision, np.mean([each.recall for each in curves], axis=0))
+        precision = np.nanmean([curve.precision for curve in curves], axis=0)
+    return Curve(precision, np.mean([curve.recall for curve in curves], axis=0))
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
@@ -177,14 +177,14 @@ def curves_table(runs: Sequence[Measured]) -> str:
     """All curves as CSV: run, way, curve (``rank``, ``radius`` or ``top``), place, precision, recall."""
     records: list[dict[str, object]] = []
     for run in runs:
-        for way, found in run.ways.items():
+        for way, ranking in run.ways.items():
             rows: list[tuple[str, int, float, float]] = []
-            if found.pr_rank is not None:
-                places, curve = _thinned(found.pr_rank)
+            if ranking.pr_rank is not None:
+                places, curve = _thinned(ranking.pr_rank)
                 rows += [("rank", int(at), *pair) for at, *pair in zip(places, *curve, strict=True)]
-            if found.pr_radius is not None:
-                rows += [("radius", at, *pair) for at, pair in enumerate(zip(*found.pr_radius, strict=True))]
-            rows += [("top", n, *pair) for n, pair in found.top_n.items()]
+            if ranking.pr_radius is not None:
+                rows += [("radius", at, *pair) for at, pair in enumerate(zip(*ranking.pr_radius, strict=True))]
+            rows += [("top", n, *pair) for n, pair in ranking.top_n.items()]
             for kind, at, precision, recall in rows:
                 head = {"run": run.name, "way": way, "curve": kind, "place": at}
                 records.append({**head, "precision": round(float(precision), 6), "recall": round(float(recall), 6)})
@@ -197,24 +197,24 @@ def curves_page(runs: Sequence[Measured], title: str) -> str:
     for way in dict.fromkeys(way for run in runs for way in run.ways):
         have = [(run.name, run.ways[way]) for run in runs if way in run.ways]
         figure = Figure(f"{way}: precision against recall, by rank", "recall", "precision")
-        for name, found in have:
-            if found.pr_rank is not None:
-                _, curve = _thinned(found.pr_rank)
+        for name, ranking in have:
+            if ranking.pr_rank is not None:
+                _, curve = _thinned(ranking.pr_rank)
                 figure.draw("scatter", x=curve.recall, y=curve.precision, name=name, mode="lines")
         figures.append(figure)
-        if any(found.pr_radius is not None for _, found in have):
+        if any(ranking.pr_radius is not None for _, ranking in have):
             figure = Figure(f"{way}: precision against recall, by Hamming radius", "recall", "precision")
-            for name, found in have:
-                if found.pr_radius is not None:
-                    precision, recall = found.pr_radius
+            for name, ranking in have:
+                if ranking.pr_radius is not None:
+                    precision, recall = ranking.pr_radius
                     radii = [f"radius {radius}" for radius in range(len(recall))]
                     figure.draw("scatter", x=recall, y=precision, text=radii, name=name, mode="lines+markers")
             figures.append(figure)
         for place, what in enumerate(("precision", "recall")):
             figure = Figure(f"{way}: {what} among the first N", "N", what)
-            for name, found in have:
-                values = [pair[place] for pair in found.top_n.values()]
-                figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
+            for name, ranking in have:
+                values = [pair[place] for pair in ranking.top_n.values()]
+                figure.draw("scatter", x=list(ranking.top_n), y=values, name=name, mode="lines+markers")
             figures.append(figure)
     return html.document(title, (), figures)
 
@@ -305,8 +305,8 @@ def _plane(points: F32, *, binary: bool, seed: int) -> F32:
         unit = np.pad(unit, ((0, 0), (0, 1)))  # PCA initialisation needs two dimensions
     perplexity = min(_PERPLEXITY, (len(unit) - 1) / 3)
     with threadpool_limits(1):  # with more, the order of sums varies between calls
-        found: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
-    return found
+        places: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
+    return places
 
 
 def tsne_table(planes: Sequence[Plane]) -> str:

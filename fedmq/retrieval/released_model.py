@@ -143,9 +143,9 @@ class ModelFolder:
         tensors = self._tensors("model")
         for entry in model.layout.entries:
             place = f"{self.folder / 'model.safetensors'}: {entry.name}"
-            found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
-            if found != list(entry.shape):
-                raise InputError(place, found, str(list(entry.shape)))
+            shape = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
+            if shape != list(entry.shape):
+                raise InputError(place, shape, str(list(entry.shape)))
             dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
             if dtype != entry.dtype:
                 raise InputError(place, dtype, entry.dtype)
@@ -185,8 +185,8 @@ class ModelFolder:
             name, weights = self.backbone.name, self.backbone.pretrained or "its own weights"
             place = f"{self.folder / 'config.json'}: frozen.{what}"
             allowed = f"the encoder the model was trained with ({recorded[:12]}): the same weights and library version"
-            found = " or ".join(each[:12] for each in digests)
-            raise InputError(place, f"{name} with {weights} ({found})", allowed)
+            shown = " or ".join(digest[:12] for digest in digests)
+            raise InputError(place, f"{name} with {weights} ({shown})", allowed)
 
     def _beside(self, kind: str) -> Payload:
         path, expected = self.folder / f"{kind}.safetensors", self.config.released_with[kind]
@@ -214,14 +214,14 @@ def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
     if config.personal_only:
         allowed = "fedmq search RUN --silo NAME, which rebuilds a silo's personal model"
         raise InputError(place, f"{config.protocol}, which trains the shared model in part or not at all", allowed)
-    found = config.inputs
+    recorded = config.inputs
     inputs = InputSpec(
-        tuple(found.image_shape),
-        tuple(found.text_shape),
-        found.image_dtype,
-        found.text_dtype,
-        tuple(found.mean),
-        tuple(found.std),
+        tuple(recorded.image_shape),
+        tuple(recorded.text_shape),
+        recorded.image_dtype,
+        recorded.text_dtype,
+        tuple(recorded.mean),
+        tuple(recorded.std),
     )
     return inputs, tuple(config.label_names)
 
@@ -313,8 +313,8 @@ class Release:
         """
         recorded = self.config.data_digest
         if recorded is not None and prepared.content != recorded:
-            found = f"data of other content than the run was made with ({prepared.content[:12]})"
-            raise InputError(f"{self.run.root}: the data", found, f"the data of the run ({recorded[:12]})")
+            changed = f"data of other content than the run was made with ({prepared.content[:12]})"
+            raise InputError(f"{self.run.root}: the data", changed, f"the data of the run ({recorded[:12]})")
 
     def encoder(self, modality: Modality) -> Encoder:
         """The frozen encoder of the run's data, to encode new texts and images.
@@ -383,10 +383,10 @@ def open_release(root: Path, device: str | None = None) -> Release:
     config = read_json(path, ReleaseConfig, "the configuration of a released model")
     # A release may be copied without its run; the summary, if present, reveals an exchanged release.
     if run.summary.is_file():
-        found, expected = digests_of(config), digests_of(read_summary(run))
-        for what in sorted(found.keys() | expected.keys()):
-            if found.get(what, "nothing") != expected.get(what, "nothing"):
-                raise OtherModelError(path, found.get(what, "nothing"), expected.get(what, "nothing"), what)
+        released, expected = digests_of(config), digests_of(read_summary(run))
+        for what in sorted(released.keys() | expected.keys()):
+            if released.get(what, "nothing") != expected.get(what, "nothing"):
+                raise OtherModelError(path, released.get(what, "nothing"), expected.get(what, "nothing"), what)
     scenario = load(run.scenario)
     place = device_of(device or scenario.device)
     backbone, objective = scenario.backbone, scenario.objective

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,13 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.gallery_ranking import Embedded, comparable
 from fedmq.evaluation.heldout import embed
+from fedmq.evaluation.recall import first_of_rows, tied
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
 from fedmq.retrieval.gallery_data import caption_texts
 from fedmq.retrieval.released_model import Release
-from fedmq.runs.report.data import Example, ReportData, ReportHit, ReportItem, Space
+from fedmq.runs.data_records import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
 from fedmq.text import Progress
 
@@ -61,7 +63,8 @@ def collect(release: Release, progress: Progress | None = None) -> ReportData:
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     classes, holdings = _holdings(population)
-    data = ReportData(model_digest=release.digest, classes=classes, holdings=holdings)
+    notes = [*population.prepared.notes, *population.prepared.warnings]
+    data = ReportData(model_digest=release.digest, classes=classes, holdings=holdings, notes=notes)
     if release.config.personal_only:
         return data
     shuffled = seeds.numpy_generator(scenario.seed, "report").permutation(population.evaluated)
@@ -86,7 +89,7 @@ def _holdings(population: Population) -> tuple[list[str], dict[str, list[int]]]:
     if labels is None:
         return [], {}
     counts = {
-        silo.name: [int(each) for each in labels[rows].sum(axis=0, dtype=np.int64)]
+        silo.name: [int(count) for count in labels[rows].sum(axis=0, dtype=np.int64)]
         for silo, rows in zip(population.silos, population.train, strict=True)
     }
     return list(population.prepared.label_names), counts
@@ -120,37 +123,34 @@ def _examples(release: Release, population: Population, rows: I64, items: Embedd
     describe = _described(release, population, rows)
     owner = items.owner
     if items.binary:  # the share of equal bits
-        image, text = (hamming.sign(each).astype(np.float32) for each in (items.image, items.text))
+        image, text = (hamming.sign(outputs).astype(np.float32) for outputs in (items.image, items.text))
         similar = (1 + text @ image.T / image.shape[1]) / 2
     else:
         image, text, _ = comparable(items, release.scenario.seed)
-        similar = text @ image.T
+        similar = tied(tied(text @ image.T, first_of_rows(image)).T, first_of_rows(text)).T
+    per_image = _first_right(similar.T, owner)
+    directions: tuple[tuple[Literal["t2i", "i2t"], F32, I64, npt.NDArray[np.floating], I64], ...] = (
+        ("t2i", similar, _ranks(similar, owner), _margins(similar, owner), owner),
+        ("i2t", similar.T, per_image, -per_image.astype(float), np.arange(len(image))),
+    )
+
+    def caption(place: int) -> ReportItem:
+        return describe(int(owner[place]), int(place - np.searchsorted(owner, owner[place])), "text")
+
+    def image_of(item: int) -> ReportItem:
+        return describe(int(item), 0, "image")
+
     examples = []
     for best in (True, False):
-        for caption in _chosen(_ranks(similar, owner), _margins(similar, owner), best=best, groups=owner):
-            order = np.argsort(-similar[caption], kind="stable")
-            number = int(caption - np.searchsorted(owner, owner[caption]))
-            found = [
-                _hit(describe(int(each), 0, "image"), similar[caption, each], right=bool(each == owner[caption]))
-                for each in order[:_HITS]
-            ]
-            rank = int(np.flatnonzero(order == owner[caption])[0]) + 1
-            query = describe(int(owner[caption]), number, "text")
-            examples.append(Example(way="t2i", best=best, query=query, rank=rank, hits=found))
-        per_image = _first_right(similar.T, owner)
-        for item in _chosen(per_image, -per_image.astype(float), best=best, groups=np.arange(len(image))):
-            order = np.argsort(-similar[:, item], kind="stable")
-            rank = int(np.flatnonzero(owner[order] == item)[0]) + 1
-            found = [
-                _hit(
-                    describe(int(owner[each]), int(each - np.searchsorted(owner, owner[each])), "text"),
-                    similar[each, item],
-                    right=bool(owner[each] == item),
-                )
-                for each in order[:_HITS]
-            ]
-            query = describe(int(item), 0, "image")
-            examples.append(Example(way="i2t", best=best, query=query, rank=rank, hits=found))
+        for way, scores, ranks, margins, items_of in directions:
+            show, hit, hits_of = (
+                (caption, image_of, np.arange(len(image))) if way == "t2i" else (image_of, caption, owner)
+            )
+            for query in _chosen(ranks, margins, best=best, groups=items_of):
+                order, item = np.argsort(-scores[query], kind="stable"), items_of[query]
+                rank = int(np.flatnonzero(hits_of[order] == item)[0]) + 1
+                hits = [_hit(hit(at), scores[query, at], right=bool(hits_of[at] == item)) for at in order[:_HITS]]
+                examples.append(Example(way=way, best=best, query=show(query), rank=rank, hits=hits))
     return examples
 
 
@@ -181,12 +181,12 @@ def _chosen(ranks: I64, margins: npt.NDArray[np.floating], *, best: bool, groups
     """The queries with the best or the worst ranks, at most one of each item; ties by margin, then by index."""
     sign = 1 if best else -1
     order = np.lexsort((-sign * margins, sign * ranks))
-    found: dict[int, int] = {}
-    for each in order:
-        found.setdefault(int(groups[each]), int(each))
-        if len(found) == _EXAMPLES:
+    first: dict[int, int] = {}
+    for query in order:
+        first.setdefault(int(groups[query]), int(query))
+        if len(first) == _EXAMPLES:
             break
-    return list(found.values())
+    return list(first.values())
 
 
 def _hit(item: ReportItem, score: float, *, right: bool) -> ReportHit:
@@ -198,7 +198,7 @@ Describe = Callable[[int, int, Modality], ReportItem]
 
 def _described(release: Release, population: Population, rows: I64) -> Describe:
     """A function that describes an item by its index, the number of a caption, and the modality to show."""
-    data, backbone, keys = release.scenario.dealt, release.scenario.backbone, population.prepared.keys
+    data, backbone, keys = release.scenario.dataset, release.scenario.backbone, population.prepared.keys
     known = [keys[row] for row in rows]
     captions = caption_texts(data, backbone, known)
     if backbone.name == "features":

@@ -1,14 +1,11 @@
-"""Search a gallery with a released model, by a text, an image, or an item of the gallery.
-
-Vectors are ranked with NumPy, or from 10,000 on with faiss.
-"""
+"""Search a gallery with a released model, by a text, an image, or an item of the gallery."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +13,13 @@ import numpy.typing as npt
 from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.retrieval.gallery import AGAIN, FAISS_FROM, Among, Gallery, Progress, embed, export, faiss, flat_index
+from fedmq.retrieval.gallery import AGAIN, Among, Gallery, Progress, embed, export
 from fedmq.retrieval.released_model import ModelFolder, Release
 from fedmq.text import printable
 
 Array = npt.NDArray[Any]
+#: Rows whose products are held at a time.
+_BLOCK: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,10 @@ class Query:
     side: Modality | None = None
 
     def __post_init__(self) -> None:
-        given = sum(each is not None for each in (self.text, self.image, self.item))
+        given = sum(query is not None for query in (self.text, self.image, self.item))
         if given != 1:
-            found = f"{given} queries" if given else "no query"
-            raise InputError("search", found, "one of TEXT, --image FILE and --item KEY")
+            what = f"{given} queries" if given else "no query"
+            raise InputError("search", what, "one of TEXT, --image FILE and --item KEY")
         if self.side is not None and self.item is None:
             raise InputError("search: --side", self.side, "only with --item: TEXT and --image have one side each")
 
@@ -170,8 +169,8 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
         raise InputError("--among", among, "images: this gallery has no captions")
     items = gallery.items
     if among == "images":
-        found = _nearest(gallery, vector, among, top)
-        return [Hit(r, score, items.keys[i], items.caption(i)) for r, (score, i) in enumerate(found, 1)]
+        places = _nearest(gallery, vector, among, top)
+        return [Hit(r, score, items.keys[i], items.caption(i)) for r, (score, i) in enumerate(places, 1)]
     owner = gallery.array("owner")
     most = int(np.bincount(owner).max())
     hits: dict[int, Hit] = {}
@@ -188,76 +187,31 @@ def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[
     """Scores and places of the nearest vectors, ordered by (score, place)."""
     vectors = gallery.array("image" if among == "images" else "text")
     if (vector.dtype, vector.shape[1]) != (vectors.dtype, vectors.shape[1]):
-        found = f"{vectors.dtype} vectors of {vectors.shape[1]}"
-        raise InputError(str(gallery.vectors), found, f"{vector.dtype} vectors of {vector.shape[1]}, as of the model")
-    return nearest(vectors, vector, count, open_index(gallery, among, vectors))
+        held = f"{vectors.dtype} vectors of {vectors.shape[1]}"
+        raise InputError(str(gallery.folder), held, f"{vector.dtype} vectors of {vector.shape[1]}, as of the model")
+    found = nearest(vectors, vector, count)
+    if not np.isfinite([score for score, _ in found]).all():
+        raise InputError(str(gallery.folder), "vectors that are not finite", AGAIN)
+    return found
 
 
-def open_index(gallery: Gallery, among: Among, vectors: Array) -> Any:
-    """Open the faiss index of a gallery's images or captions; None if it has too few to need one.
-
-    Args:
-        gallery: with the index.
-        among: images or captions.
-        vectors: those that it must hold.
-
-    Raises:
-        InputError: it is missing or damaged, or does not match the vectors, or faiss is not installed.
-    """
-    if len(vectors) < FAISS_FROM:
-        return None
-    library, path = faiss(), str(gallery.folder / f"{among}.faiss")
-    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
-    try:
-        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
-    except RuntimeError as error:
-        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
-        raise InputError(path, found, AGAIN) from None
-    if not (isinstance(index, kind) and _holds(index, vectors)):
-        raise InputError(path, "an index of other vectors than the gallery's", AGAIN)
-    return index
-
-
-def _holds(index: Any, vectors: Array) -> bool:
-    """Whether a flat index holds exactly these vectors."""
-    stored = faiss().vector_to_array(index.xb if vectors.dtype == np.uint8 else index.codes)
-    return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
-
-
-def nearest(vectors: Array, query: Array, top: int, index: Any = None) -> list[tuple[float, int]]:
+def nearest(vectors: Array, query: Array, top: int) -> list[tuple[float, int]]:
     """The vectors nearest to a query, by Hamming distance of packed codes, else by inner product.
 
     Args:
         vectors: float32 [n, d], or packed codes uint8 [n, bytes].
         query: one row of the same kind, [1, d] or [1, bytes].
         top: number of results.
-        index: exact faiss index of ``vectors``, to rank with; None ranks with NumPy, or with an index made here if
-            there are :data:`FAISS_FROM` vectors or more.
 
     Returns:
-        Scores and rows, nearest first; ties in the order of the rows.
-
-    Raises:
-        InputError: faiss is needed and not installed.
+        Scores and rows, nearest first; ties in the order of the rows, and scores that are not finite before all.
     """
-    if index is None and len(vectors) >= FAISS_FROM:
-        index = flat_index(vectors)
-    binary, count = vectors.dtype == np.uint8, min(top, len(vectors))
-    if index is not None:
-        scores, rows = _with_faiss(index, np.ascontiguousarray(query), count, binary=binary)
-    elif binary:
-        scores, rows = np.bitwise_count(vectors ^ query).sum(axis=1), np.arange(len(vectors))
-    else:
+    binary = vectors.dtype == np.uint8
+    parts = []
+    for start in range(0, len(vectors), _BLOCK):
+        part = vectors[start : start + _BLOCK]
         # Not a matrix product, in which the last bits of equal rows can differ with their places.
-        scores, rows = (vectors * query).sum(axis=1), np.arange(len(vectors))
-    order = np.lexsort((rows, scores if binary else -scores))[:count]
-    return [(float(scores[place]), int(rows[place])) for place in order]
-
-
-def _with_faiss(index: Any, query: Array, count: int, *, binary: bool) -> tuple[Array, Array]:
-    """Scores and rows of at least the ``count`` nearest, with all that tie with the last of them."""
-    # faiss does not define which of several equally near vectors it returns: retrieve all of them.
-    scores, _ = (each[0] for each in index.search(query, count))
-    limit = int(scores.max()) + 1 if binary else float(np.nextafter(scores.min(), np.float32(-np.inf)))
-    _, scores, rows = index.range_search(query, limit)
-    return scores, rows
+        parts.append(np.bitwise_count(part ^ query).sum(axis=1) if binary else (part * query).sum(axis=1))
+    scores = np.concatenate(parts)
+    order = np.lexsort((np.arange(len(scores)), scores if binary else -scores, np.isfinite(scores)))[:top]
+    return [(float(scores[row]), int(row)) for row in order]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import socket
 import threading
@@ -26,15 +27,16 @@ from fedmq.config.resolve import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
 from fedmq.packages import package
-from fedmq.runs.report import figures, side_by_side
+from fedmq.runs.report import figures, run_report
 from fedmq.runs.report.html import Figure, render
-from fedmq.runs.report.logs import LogFacts, add_records, timeline
+from fedmq.runs.report.logs import LogFacts, add_records, time_axis, timeline
 from fedmq.runs.result_limits import Gallery, gallery_of, gallery_of_status, meaningful
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import RunFolder
+from fedmq.text import size_text
 from fedmq.wire.messages import COORDINATOR
 
 if TYPE_CHECKING:
@@ -45,14 +47,15 @@ HOST = "127.0.0.1"
 _UPDATE_SECONDS = 2.0
 #: Maximum share of the time spent drawing charts, so that a page does not slow its run down.
 _DRAWING_SHARE = 0.02
+#: Depth of the runs' folders in the board's folder.
+_DEPTH = 5
 #: Metrics in the head of a live page and on the board.
 _SHOWN: tuple[str, ...] = ("mean_r1", "mean_r10", "map")
 #: What a run in a phase is doing, for readers who do not know the rounds' states; other phases are shown as they are.
 _STATES: Mapping[str, str] = {"gathering": "waiting for silos", "collecting": "running", "merging": "running"}
 #: Maximum size of a report [bytes].
 _MOST_REPORT = 1 << 28
-#: Connections that may be open, each a file descriptor of a process that supervises a run. The oldest are closed, first
-#: those that wait for a request; a browser opens its stream of updates again by itself.
+#: Connections that may be open, each a file descriptor of a process that supervises a run; more are answered with 503.
 CONNECTIONS = 64
 _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
@@ -106,11 +109,15 @@ class GrowingRun:
         ]
         merges = [line for line in self.lines if isinstance(line, MergeLine)]
         personal = [line for line in self.lines if isinstance(line, PersonalLine)]
+        if not self.folder.scenario.is_file():
+            return []
+        clock = time_axis(load(self.folder.scenario))
         names = sorted({silo for silo, _ in self.facts.tasks} | {name for line in merges for name in line.replies})
         charts = [
-            *figures.curves(evaluations, merges, personal, (), self.facts.bytes_at),
-            figures.spread(evaluations, personal) if evaluations else None,
-            timeline(self.facts, names),
+            *figures.curves(evaluations, merges, personal, (), self.facts.bytes_at, clock),
+            *figures.losses(merges),
+            *figures.served(evaluations, personal),
+            timeline(self.facts, merges, names, clock),
             # The modalities of the silos are known only at the end of the run.
             *figures.reported(merges, dict.fromkeys(names, ()), self.captions),
             figures.staleness(merges),
@@ -138,7 +145,7 @@ class GrowingRun:
             "loss": status.loss,
             "metrics": _brief(status.metrics),
             "metrics_round": status.metrics_round,
-            "megabytes": (status.up + status.down) / 1e6,
+            "exchanged": size_text(status.up + status.down),
             "seconds": status.elapsed,
             "silos": silos,
         }
@@ -166,17 +173,14 @@ def live_app(folder: RunFolder, token: str, captions: Mapping[str, ReportedValue
         captions: how to show the values that the method reports of its merges.
     """
     responses = package("starlette.responses", "live", "--live")
-    routing = package("starlette.routing", "live", "--live")
 
-    async def page(request: Any) -> Any:
-        return _refusal(request, token) or responses.HTMLResponse(
-            _live_page(folder, "/events", token), headers=_HEADERS
-        )
+    async def page(_: Any) -> Any:
+        return responses.HTMLResponse(_live_page(folder, "/events", token), headers=_HEADERS)
 
     async def events(request: Any) -> Any:
-        return _refusal(request, token) or _stream(request, folder, captions)
+        return _stream(request, folder, captions)
 
-    return _app([routing.Route("/", page), routing.Route("/events", events)])
+    return _app({"/": page, "/events": events}, token)
 
 
 def _live_page(folder: RunFolder, events: str, token: str) -> str:
@@ -220,7 +224,7 @@ class RunRow:
     """A run on the board.
 
     Args:
-        name: name of its folder.
+        name: path of its folder in the board's.
         method: training method.
         seed: seed of the run.
         state: ``finished``, or what a run that is in progress or was stopped is doing.
@@ -248,19 +252,21 @@ class RunRow:
 
 
 def rows_of(root: Path) -> list[RunRow]:
-    """All runs in a folder, the last one first; folders that are not runs are left out."""
+    """All runs in a folder and its sub-folders, the last one first; folders that are not runs are left out."""
     rows = []
-    for path in root.iterdir():
-        folder = RunFolder(path)
-        if not path.is_dir() or path.is_symlink() or not folder.scenario.is_file():
-            continue
-        with contextlib.suppress(InputError, OSError):
-            rows.append(_row(folder))
+    for path, below, files in os.walk(root):
+        folder = RunFolder(Path(path))
+        is_run = folder.root != root and folder.scenario.name in files
+        depth = len(folder.root.relative_to(root).parts)
+        below[:] = [] if is_run or depth >= _DEPTH else [name for name in below if not name.startswith(".")]
+        if is_run:
+            with contextlib.suppress(InputError, OSError):
+                rows.append(_row(folder, folder.root.relative_to(root).as_posix()))
     return sorted(rows, key=lambda row: -row.written)
 
 
-def _row(folder: RunFolder) -> RunRow:
-    name, scenario = folder.root.name, load(folder.scenario)
+def _row(folder: RunFolder, name: str) -> RunRow:
+    scenario = load(folder.scenario)
     data = "own" if scenario.data is None else scenario.data.name
     if folder.summary.is_file():
         summary = with_own_figures(read_summary(folder))
@@ -292,21 +298,16 @@ def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
         captions_of: how to show the values that a method, by name, reports of its merges.
     """
     responses = package("starlette.responses", "live", "fedmq board")
-    routing = package("starlette.routing", "live", "fedmq board")
 
     def folder_of(name: str) -> RunFolder | None:
         return RunFolder(root / name) if name in {row.name for row in rows_of(root)} else None
 
-    async def board(request: Any) -> Any:
-        if refused := _refusal(request, token):
-            return refused
+    async def board(_: Any) -> Any:
         rows = await asyncio.to_thread(rows_of, root)
         page = render("board.html.jinja", title=f"{root.resolve().name}: {len(rows)} runs", rows=rows, token=token)
         return responses.HTMLResponse(page, headers=_HEADERS)
 
     async def run_page(request: Any) -> Any:
-        if refused := _refusal(request, token):
-            return refused
         folder = folder_of(request.path_params["name"])
         if folder is None:
             return responses.PlainTextResponse("no such run", 404)
@@ -316,12 +317,10 @@ def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
             except InputError as error:
                 return responses.PlainTextResponse(str(error), 404)
             return responses.HTMLResponse(report, headers=_REPORT_HEADERS)
-        events = f"/events/{quote(folder.root.name, safe='')}"
+        events = f"/events/{quote(request.path_params['name'])}"
         return responses.HTMLResponse(_live_page(folder, events, token), headers=_HEADERS)
 
     async def events_of(request: Any) -> Any:
-        if refused := _refusal(request, token):
-            return refused
         folder = folder_of(request.path_params["name"])
         if folder is None:
             return responses.PlainTextResponse("no such run", 404)
@@ -329,30 +328,35 @@ def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
         return _stream(request, folder, await asyncio.to_thread(captions_of, name))
 
     async def compared(request: Any) -> Any:
-        if refused := _refusal(request, token):
-            return refused
         chosen = [folder_of(name) for name in request.query_params.getlist("run")]
         folders = [folder for folder in chosen if folder is not None and folder.summary.is_file()]
         if len(folders) < 2:
             return responses.PlainTextResponse("choose two finished runs or more", 400)
-        return responses.HTMLResponse(await asyncio.to_thread(side_by_side.page, folders), headers=_HEADERS)
+        return responses.HTMLResponse(await asyncio.to_thread(run_report.side_by_side, folders), headers=_HEADERS)
 
-    routes = [("/", board), ("/run/{name}", run_page), ("/events/{name}", events_of), ("/compare", compared)]
-    return _app([routing.Route(path, view) for path, view in routes])
+    return _app(
+        {"/": board, "/run/{name:path}": run_page, "/events/{name:path}": events_of, "/compare": compared}, token
+    )
 
 
-def _app(routes: list[Any]) -> Any:
+def _app(pages: Mapping[str, Callable[[Any], Any]], token: str) -> Any:
+    """An application whose pages need the token, and a host name of this machine."""
+    routing = package("starlette.routing", "live", "--live")
+    responses = package("starlette.responses", "live", "--live")
     trusted = package("starlette.middleware.trustedhost", "live", "--live").TrustedHostMiddleware
-    middleware = package("starlette.middleware", "live", "--live").Middleware
-    hosts = middleware(trusted, allowed_hosts=[HOST, "localhost"])
+    hosts = package("starlette.middleware", "live", "--live").Middleware(trusted, allowed_hosts=[HOST, "localhost"])
+
+    def with_token(page: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        async def view(request: Any) -> Any:
+            if secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
+                return await page(request)
+            text = "the address lacks its token: open the address that the program printed"
+            return responses.PlainTextResponse(text, 403)
+
+        return view
+
+    routes = [routing.Route(path, with_token(page)) for path, page in pages.items()]
     return package("starlette.applications", "live", "--live").Starlette(routes=routes, middleware=[hosts])
-
-
-def _refusal(request: Any, token: str) -> Any | None:
-    if secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode()):
-        return None
-    text = "the address lacks its token: open the address that the program printed"
-    return package("starlette.responses", "live", "--live").PlainTextResponse(text, 403)
 
 
 @contextlib.contextmanager
@@ -380,13 +384,7 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
         listener.close()
         raise InputError("--live-port", port, f"a free port, or 0 for any ({error.strerror})") from None
     config = uvicorn.Config(
-        app,
-        http=_bounded_protocol(),
-        # The kernel queues at most this many connections; those above the limit are closed once accepted.
-        backlog=CONNECTIONS,
-        log_level="error",
-        access_log=False,
-        timeout_graceful_shutdown=1,
+        app, limit_concurrency=CONNECTIONS, log_level="error", access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -397,28 +395,6 @@ def serving(app: Any, port: int, token: str) -> Iterator[str]:
         server.should_exit = True
         thread.join(5.0)
         listener.close()
-
-
-def _bounded_protocol() -> Any:
-    """Makes the protocol of each new connection, and ends older ones if there are too many."""
-    make = package("uvicorn.protocols.http.h11_impl", "live", "--live").H11Protocol
-    opened: list[Any] = []
-
-    def protocol(**options: Any) -> Any:
-        # A connection that was accepted just now has no transport yet.
-        opened[:] = [
-            connection for connection in opened if connection.transport is None or not connection.transport.is_closing()
-        ]
-        made = [connection for connection in opened if connection.transport is not None]
-        if len(made) >= CONNECTIONS:
-            waiting = (
-                connection for connection in made if connection.cycle is None or connection.cycle.response_complete
-            )
-            next(waiting, made[0]).transport.abort()
-        opened.append(new := make(**options))
-        return new
-
-    return protocol
 
 
 def new_token() -> str:

@@ -1,21 +1,20 @@
 """Figures of a running coordinator for Prometheus, on 127.0.0.1 only.
 
 A page of another site in a browser on this machine could ask for them under a name that it resolves to 127.0.0.1, so
-only requests to a numeric address, `localhost` or this machine's name are answered. Connections are limited: each takes
-a file descriptor and a thread of the coordinator.
+only requests to a numeric address or `localhost` are answered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from typing_extensions import override
 
 from fedmq.errors import InputError
 from fedmq.packages import package
@@ -26,56 +25,30 @@ if TYPE_CHECKING:
 
 #: Only processes of this machine can connect; a tunnel or an agent on this machine can pass the metrics on.
 HOST = "127.0.0.1"
-#: Connections that may be open; the oldest are closed.
-CONNECTIONS = 32
-#: Time without a byte after which a request is given up [s].
-_REQUEST_SECONDS = 10.0
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_SECONDS
+    timeout = 10.0  # without a byte [s]
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Log nothing."""
+    @override
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = CONNECTIONS
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._lock, self._open = threading.Lock(), dict[Any, None]()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, and close the oldest one if there are too many."""
-        with self._lock:
-            self._open[request] = None
-            oldest = next(iter(self._open)) if len(self._open) > CONNECTIONS else None
-            self._open.pop(oldest, None)
-            if oldest is not None:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors other than a client's that goes away or sends nothing."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+    @override
+    def handle_error(self, *_: object) -> None:
+        """Ignore a client that goes away or sends nothing."""
 
 
 def _is_own(host: str) -> bool:
-    """Whether a request's ``Host`` is a numeric address, or this machine's name."""
+    """Whether a request's ``Host`` is a numeric address, or ``localhost``."""
     name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(name.strip("[]")))
-    return name.lower() in ("localhost", socket.gethostname().lower())
+    return name.lower() == "localhost"
 
 
 class _Collector:

@@ -21,7 +21,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import Field, JsonValue
 
+from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import shown
+from fedmq.models.objective_registry import network_of
+from fedmq.runs.result_limits import gallery_of, meaningful
+from fedmq.runs.results import with_own_figures
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular
@@ -112,8 +117,7 @@ def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[An
     except FieldError as error:
         raise InputError(str(path), str(error), _ALLOWED) from None
     raw = b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in names)
-    alike = all(entry.dtype == "float32" for entry in layout.entries)
-    return layout, np.frombuffer(raw, np.float32 if alike else np.uint8)
+    return layout, np.frombuffer(raw, np.float32)
 
 
 def beside(path: Path, kind: str) -> Payload:
@@ -162,9 +166,8 @@ def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) ->
 SIGNATURE: Final = "signature.json"
 _GALLERY = "gallery"
 _DOMAIN = b"fedmq model folder 1\n"  # so that no other signature of the key can be mistaken for this one
-_ALLOWED = "the signature of a model's folder, made by fedmq sign"
+_SIGNED_BY = "the signature of a model's folder, made by fedmq sign"
 _MAX_FILES = 1000
-_BLOCK = 1 << 20
 
 
 class Signature(Stored):
@@ -239,7 +242,7 @@ def verify_model(folder: Path) -> Verified:
     path = folder / SIGNATURE
     if not path.is_file():
         raise InputError(str(folder), f"no {SIGNATURE} in it", "the folder of a model signed by fedmq sign")
-    made = read_json(path, Signature, _ALLOWED)
+    made = read_json(path, Signature, _SIGNED_BY)
     for name in made.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise InputError(f"{path}: files", name, "paths within the folder")
@@ -247,7 +250,7 @@ def verify_model(folder: Path) -> Verified:
         key = public_key_of(bytes.fromhex(made.key))
         key.verify(bytes.fromhex(made.signature), _signed(made.signer, made.files))
     except (InvalidSignature, ValueError):
-        raise InputError(str(path), "a signature that does not fit its list of files", _ALLOWED) from None
+        raise InputError(str(path), "a signature that does not fit its list of files", _SIGNED_BY) from None
     digests = _digests(folder)
     differences = []
     for name in sorted(made.files.keys() | digests.keys()):
@@ -284,9 +287,106 @@ def _digests(folder: Path) -> dict[str, str]:
                 raise InputError(str(path), "a link", "regular files only")
             if len(digests) == _MAX_FILES:
                 raise InputError(str(folder), f"more than {_MAX_FILES} files", "the folder of a released model")
-            hashed = hashlib.sha256()
             with open_regular(path, "a file of a released model") as file:
-                while block := file.read(_BLOCK):
-                    hashed.update(block)
-            digests[path.relative_to(folder).as_posix()] = hashed.hexdigest()
+                digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return dict(sorted(digests.items()))
+
+
+_TOWERS = """\
+Each tower maps the frozen encoder's vector `x` (float32) of an image or a caption to an embedding:
+
+    for each adapter of the tower:  x = x + {adapter}
+    z = head.1(relu(head.0(x)))
+    embedding = normalize({sum})
+
+The tensors are `visual.adapters.*` and `visual.head.*` for images, `text.adapters.*` and `text.head.*` for captions;
+each layer is `weight @ x + bias`. With `adapter_site: blocks` the adapters follow the blocks of the frozen encoder
+instead. Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
+_NETWORK = """\
+The network of the base loss `{base}` maps the frozen encoders' vectors to {dim} numbers, of which {ranked}. Its layers
+are listed in `config.json` (`layout`); `fedmq.models.hash_networks` computes them."""
+_CARD = Path(__file__).parent / "report" / "templates" / "model_card.md.template"
+
+
+def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: str) -> str:
+    """The text of the card (Markdown, with the front matter that model hubs read).
+
+    Args:
+        config: configuration of the released model.
+        summary: summary of its run.
+        label: the method's name for display.
+        split: the evaluated split.
+    """
+    summary = with_own_figures(summary)
+    gallery = gallery_of(summary)
+    metrics = meaningful(summary.metrics, gallery)
+    remarks = [] if gallery is None else gallery.remarks(summary.metrics)
+    samples = sum(silo.samples for silo in summary.per_silo.values())
+    contributed = sum(bool(silo.participations) for silo in summary.per_silo.values())
+    name, weights = config.backbone.get("name"), config.backbone.get("pretrained")
+    made = ", ".join(f"{what} {version}" for what, version in summary.versions_of.items())
+    return _CARD.read_text(encoding="utf-8").format(
+        scenario=summary.scenario,
+        label=label,
+        silos=len(summary.per_silo),
+        participating=contributed,
+        versions=summary.versions,
+        samples=f"{samples:,}",
+        backbone=f"{name}, weights {weights}" if weights else name,
+        data=config.data_digest,
+        model=config.model_digest,
+        made=made,
+        items=f"the held-out {split} split" + ("" if gallery is None else f" ({gallery.items})"),
+        remarks="".join(f"\n\n{each[0].upper()}{each[1:]}." for each in remarks),
+        split_name=split,
+        measured="\n".join(_measured(metrics)),
+        results=_results(metrics),
+        forward=_forward(config),
+        onnx=onnx_contents(config),
+    )
+
+
+def onnx_contents(config: ReleaseConfig) -> str:
+    """What the files of ``fedmq export --onnx`` hold of a model, and what their inputs are, as two sentences."""
+    if config.backbone.get("adapter_site") == "blocks":
+        return (
+            "image.onnx and text.onnx of `fedmq export --onnx` hold the whole model, the frozen encoder included. "
+            "Their inputs are pixels and token ids."
+        )
+    name = config.backbone.get("name")
+    if name == "features":
+        made = (
+            "Their inputs are feature vectors like those of the training data; fedmq has no program that computes them."
+        )
+    else:
+        made = f"Their inputs are the vectors of the frozen encoder {name}: it must run before them."
+    return f"image.onnx and text.onnx of `fedmq export --onnx` hold the trained part only. {made}"
+
+
+def _measured(metrics: Mapping[str, float]) -> list[str]:
+    """Lines of the front matter, one per metric."""
+    lines = []
+    for metric in shown(metrics):
+        about = {"type": metric.name, "name": metric.title, "value": round(metrics[metric.name], 6)}
+        lines.append(f"          - {json.dumps(about)}")
+    return lines
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    rows = [f"| {metric.title} | {metrics[metric.name]:.4f} |" for metric in shown(metrics)]
+    return "\n".join(["| metric | value |", "|---|---|", *rows])
+
+
+def _forward(config: ReleaseConfig) -> str:
+    objective, backbone = config.objective, config.backbone
+    network = network_of(Objective.model_validate(objective))
+    if network is not None:
+        ranked = "the signs are the hash code" if objective.get("bits") else "cosine similarity ranks them"
+        return _NETWORK.format(base=objective.get("base"), dim=config.dim, ranked=ranked)
+    plain = backbone.get("adapter") == "bottleneck"
+    shared = f"{backbone.get('adapter_scale')} * up(relu(shared(relu(down(x)))))"
+    return _TOWERS.format(
+        adapter="up(gelu(down(x)))" if plain else shared,
+        sum="x + z" if backbone.get("head") == "residual" else "z",
+        dim=config.dim,
+    )

@@ -163,6 +163,8 @@ def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> It
             f"{metric_of(both[0]).heading} {values[both[0]]:.4f}" for values in (untrained, summary.metrics)
         )
         yield f"the model retrieves worse than before training: {after}, untrained {before}"
+    for name, whose in summary.unmeasured.items():
+        yield f"metric {name}: no value that can be used in the last evaluation of {name_some(whose)}"
     for silo, replies in summary.never_merged.items():
         yield (
             f"{silo}: none of its replies was merged: {replies.refused + replies.scripted} refused, "
@@ -197,3 +199,12 @@ def items_left_out(summary: RunSummary) -> Iterator[str]:
     for silo, why in summary.personal_missing.items():
         what = "its personal model was not evaluated and is missing from means over silos"
         yield f"{silo}: {what}: {printable(why)}"
+
+
+def items_each(summary: RunSummary) -> str:
+    """Number of items on which each silo's metrics are computed, in parentheses."""
+    counts = [silo.heldout for silo in summary.per_silo.values() if silo.heldout]  # one without items has no metrics
+    if not counts:
+        return ""
+    few, most = min(counts), max(counts)
+    return f" ({counted(few, 'item') if few == most else f'{few} to {most} items'} each)"

@@ -1,11 +1,9 @@
-"""Results of finished runs: metrics by name, time to a target value, statistics over seeds, and digests of files."""
+"""Results of finished runs: metrics by name, time to a target value, and digests of files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +27,6 @@ from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.regular_files import open_regular
 from fedmq.storage.run_folder import RunFolder, append_line
 
-CONFIDENCE = 0.95
 _FINISHED = "the folder of a finished run"
 
 
@@ -265,76 +262,6 @@ def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and similar paths")
 
 
-@dataclass(frozen=True)
-class Statistic:
-    """A column of a row.
-
-    Args:
-        n: number of seeds with a value.
-        mean: over seeds; NaN without any.
-        std: sample standard deviation; NaN below two seeds.
-        difference: mean paired difference to the baseline over their common seeds; NaN without a baseline.
-        low: lower bound of its 95 % t-interval; NaN below two seeds.
-        high: upper bound; likewise.
-        pairs: number of common seeds.
-    """
-
-    n: int
-    mean: float
-    std: float
-    difference: float
-    low: float
-    high: float
-    pairs: int
-
-
-def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
-    """Mean, standard deviation, and paired difference to a baseline with the same seeds.
-
-    Args:
-        values: values by seed.
-        baseline: values by seed; None for the baseline itself.
-    """
-    import numpy as np  # noqa: PLC0415
-    from scipy import stats  # noqa: PLC0415 - takes a second to import
-
-    nan = math.nan
-    sample = np.array([values[seed] for seed in sorted(values)])
-    mean = float(sample.mean()) if len(sample) else nan
-    std = float(sample.std(ddof=1)) if len(sample) > 1 else nan
-    common = sorted(set(values) & set(baseline or {}))
-    if baseline is None or not common:
-        return Statistic(len(sample), mean, std, nan, nan, nan, 0)
-    pairs = np.array([(values[seed], baseline[seed]) for seed in common])
-    difference = float((pairs[:, 0] - pairs[:, 1]).mean())
-    if len(common) < 2:
-        return Statistic(len(sample), mean, std, difference, nan, nan, len(common))
-    with warnings.catch_warnings():
-        # If all differences are equal, scipy warns about precision and correctly returns an interval of length 0.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        interval = stats.ttest_rel(pairs[:, 0], pairs[:, 1]).confidence_interval(CONFIDENCE)
-    return Statistic(len(sample), mean, std, difference, float(interval.low), float(interval.high), len(common))
-
-
-def best(statistics: Sequence[Statistic], column: str, custom: Sequence[Metric] = ()) -> set[int]:
-    """The rows that are best in a column; rows with fewer seeds than others are not considered.
-
-    Args:
-        statistics: statistics of the rows.
-        column: a metric, or a path in the summary.
-        custom: entries of user-defined metrics.
-
-    Returns:
-        Indices of the rows; empty if fewer than two can be compared.
-    """
-    most = max((row.n for row in statistics), default=0)
-    means = {index: row.mean for index, row in enumerate(statistics) if row.n == most and most > 0}
-    if len(means) < 2:
-        return set()
-    top = max(means.values()) if higher_is_better(column, custom) else min(means.values())
-    return {index for index, mean in means.items() if mean == top}
-
-
 #: Files of a run folder that nothing changes after the run has ended, unless it is resumed or extended.
 FILES = (
     "scenario.yaml",
@@ -345,7 +272,8 @@ FILES = (
     "model/README.md",
 )
 SUMMARY = "summary.json"
-_BLOCK = 1 << 20  # bytes per read
+#: Maximum size of such a file [bytes], that of the largest model and more.
+_LARGEST = 1 << 31
 #: Keys of a summary that the command completes after the coordinator has ended: real times, and memory.
 _COMPLETED_LATER = {"seconds", "processes"}
 
@@ -361,11 +289,8 @@ def result_digest(folder: RunFolder, name: str) -> str:
         InputError: it cannot be read.
     """
     if name != SUMMARY:
-        with open_regular(folder.root / name, "a file of a finished run") as file:
-            hashed = hashlib.sha256()
-            while block := file.read(_BLOCK):
-                hashed.update(block)
-            return hashed.hexdigest()
+        with open_regular(folder.root / name, "a file of a finished run", _LARGEST) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     summary = read_summary(folder)
     plain = summary.plain()
     kept = {key: value for key, value in plain.items() if key not in _COMPLETED_LATER}

@@ -270,6 +270,10 @@ class BestVersion(Stored):
     model_digest: Digest
 
 
+#: Width of a screen [characters].
+_SCREEN = 100
+
+
 class RunSummary(Stored):
     """``summary.json`` of a finished run.
 
@@ -296,6 +300,7 @@ class RunSummary(Stored):
         personal_fairness: as ``fairness``, of the personal models.
         personal_missing: why personal models were not evaluated, by silo.
         custom_metrics: entries of the user-defined metrics that were measured, by name.
+        unmeasured: user-defined metrics without a value in the last evaluations, and on whose items, by name.
         our_reading: the method fills in details that its paper leaves open.
         personal_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
@@ -334,6 +339,7 @@ class RunSummary(Stored):
     personal_fairness: Figures = Field(default_factory=dict)
     personal_missing: dict[str, str] = Field(default_factory=dict)
     custom_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
+    unmeasured: dict[str, list[str]] = Field(default_factory=dict)
     our_reading: bool = False
     personal_only: bool = False
     public_items: int | None = None
@@ -349,6 +355,13 @@ class RunSummary(Stored):
     seconds: Seconds
     processes: Processes
     versions_of: dict[str, str]
+
+    def __repr__(self) -> str:
+        """One screen of a notebook: a line for each field of the file, cut where it is long."""
+        lines = [f"{name}: {value!r}" for name, value in self if name in self.model_fields_set]
+        return "\n".join(line if len(line) <= _SCREEN else f"{line[: _SCREEN - 3]}..." for line in lines)
+
+    __str__ = __repr__
 
     @property
     def method(self) -> str:
@@ -383,8 +396,8 @@ class MergeLine(Stored):
         now: the run's time of the merge [s].
         replies: names of the silos whose replies were merged, one for each reply.
         staleness: for each reply, the number of merges since the model it was trained from.
-        loss: mean training loss of the silos; None if no silo reported one.
-        losses: training loss by silo.
+        loss: mean training loss of the silos that had something to train on; None if no silo reported a loss.
+        losses: training loss by silo; exactly 0 of a silo that had nothing to train on in that round.
         wall: real date and time of the line, ISO 8601; :func:`fedmq.runs.results.append_metrics` sets it.
     """
 

@@ -13,7 +13,7 @@ from fedmq.config.run_id import KeyDigests
 from fedmq.errors import RunError
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.run_records import EvaluatedItems, Figures
-from fedmq.storage.json_files import Amount, Count, DateTime, Finite, Stored, read_json
+from fedmq.storage.json_files import Amount, Count, DateTime, Digest, Finite, Stored, read_json
 from fedmq.text import printable
 
 #: Interval between two writings of ``status.json`` [s].
@@ -64,6 +64,18 @@ class SiloStatus(Stored):
     down: Count = 0
 
 
+class Offer(Stored):
+    """The run that a coordinator offers to its silos.
+
+    Args:
+        scenario: the scenario as YAML, without keys that depend on the machine.
+        log: hash of the first record of the coordinator's log, by which runs of one scenario differ.
+    """
+
+    scenario: str
+    log: Digest
+
+
 class CoordinatorFacts(Stored):
     """What a coordinator's answer to an inquiry says about itself and the run's data; not in ``status.json``.
 
@@ -72,14 +84,16 @@ class CoordinatorFacts(Stored):
         format: the labels and model inputs on which the silos have agreed, or would agree now; None if the sender of
             the inquiry is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit
             together.
-        settled: whether they have agreed.
+        committed: whether they have agreed.
         scenario: digests of the scenario's values; None if the sender is neither a silo nor the evaluator.
+        offer: likewise, the run for a silo that takes part in one run after the other.
     """
 
     versions: dict[str, str]
     format: StatedFormat | None = None
-    settled: bool = False
+    committed: bool = False
     scenario: KeyDigests | None = None
+    offer: Offer | None = None
 
 
 class StatusFile(Stored):

@@ -302,6 +302,9 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        # MLflow tries for minutes to reach a server that does not answer.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "1")
         mlflow = package("mlflow", _EXTRA, "track: mlflow")
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         beside = run.folder.root.resolve().parent / "mlruns"
@@ -358,6 +361,7 @@ _WANDB_SETTINGS: Mapping[str, object] = {
     **dict.fromkeys(("disable_git", "disable_code", "disable_job_creation", "x_disable_stats"), True),
     **dict.fromkeys(("x_disable_meta", "x_disable_machine_info"), True),
     "x_save_requirements": False,
+    "init_timeout": 10.0,
 }
 
 

@@ -28,8 +28,8 @@ from fedmq.text import printable
 
 #: Interval at which new lines are passed on [s].
 _INTERVAL = 1.0
-#: How long the end of a run waits for its trackers [s].
-_PATIENCE = 60.0
+#: How long the end of a run waits for its trackers [s]: for those that are open, and for one that does not open.
+_PATIENCE, _OPENING = 60.0, 15.0
 _ALLOWED = "the state of a run's trackers"
 
 Notice = Callable[[str], None]
@@ -91,7 +91,7 @@ class _Follower:
         self._sent: dict[str, _Sent] = {}
         self._lines = AppendedLines(run.folder.metrics)
         self._path = run.folder.root / "trackers" / "state.json"
-        self._ended, self._end = threading.Event(), End.STOPPED
+        self._ended, self._opened, self._end = threading.Event(), threading.Event(), End.STOPPED
         self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
 
     def start(self) -> None:
@@ -102,10 +102,12 @@ class _Follower:
         """Pass on the last lines and the result, and wait for the trackers, up to a limit."""
         self._end = end
         self._ended.set()
-        self._thread.join(_PATIENCE)
+        patience = _PATIENCE if self._opened.wait(_OPENING) else 0.0
+        self._thread.join(patience)
         if self._thread.is_alive():
             waiting = ", ".join(self._names)
-            self._notice(f"track: {waiting}: not finished after {_PATIENCE:.0f} s; the run is complete without it")
+            what = f"not finished after {patience:.0f} s" if patience else f"not reached {_OPENING:.0f} s after the end"
+            self._notice(f"track: {waiting}: {what}; the run is complete without it")
 
     def _follow(self) -> None:
         self._sent = self._earlier()
@@ -114,6 +116,7 @@ class _Follower:
             with self._contained(name):
                 opened = self._openers[name](self._run, None if sent is None else sent.key)
                 self._open[name] = _Open(opened, {} if sent is None else sent.versions)
+        self._opened.set()
         self._save()
         while True:
             over = self._ended.wait(_INTERVAL)

@@ -21,6 +21,7 @@ import blake3
 
 from fedmq.errors import InputError, RunError
 from fedmq.storage.locks import locked
+from fedmq.storage.regular_files import open_regular
 
 FORMAT: Final = 1  # part of every cache key, so that a change of format makes new folders
 _VARIABLE: Final = "FEDMQ_CACHE"
@@ -80,14 +81,8 @@ def file_digest(path: Path) -> str:
     Raises:
         InputError: the file cannot be read.
     """
-    try:
-        # Reading or even opening a pipe or device may block forever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(str(path), "no regular file", "a readable file")
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error), "a readable file") from None
+    with open_regular(path, "a readable file") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _READERS = min(16, os.cpu_count() or 4)

@@ -34,8 +34,9 @@ def _zoned(text: str) -> str:
 
 #: An ISO 8601 date and time with its time zone.
 DateTime = Annotated[str, AfterValidator(_zoned)]
-#: Words for the types that pydantic names by their Python classes, by its error type.
-_NOT_IN_PYTHON = {
+#: What is allowed, by pydantic's error type, where its own words name Python classes or do not say it.
+_ALLOWED = {
+    "missing": "a value, as this key is required",
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
 }
@@ -122,7 +123,7 @@ class Problem:
         elif isinstance(value, dict | BaseModel):
             value = "a mapping"
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        return cls(error["loc"], value, _NOT_IN_PYTHON.get(kind, message[:1].lower() + message[1:]))
+        return cls(error["loc"], value, _ALLOWED.get(kind, message[:1].lower() + message[1:]))
 
 
 def refusal(place: str, error: ValidationError, allowed: str) -> InputError:

@@ -14,8 +14,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -117,16 +118,17 @@ def open_log(options: LogOptions | None, process: str) -> Logger:
     import structlog  # noqa: PLC0415
 
     level = logging.getLevelNamesMapping()[options.level.upper()]
-    targets: list[_Target] = []
+    writers: list[structlog.types.Processor] = []
     if options.console:
-        targets.append(_Target(_renderer(options.format, colours=sys.stderr.isatty()), _to_stderr))
+        writers.append(_writer(_renderer(options.format, colours=sys.stderr.isatty()), _to_stderr))
     if options.file is not None:
-        targets.append(_Target(_renderer(options.format, colours=False), _Appended(options.file)))
+        writers.append(_writer(_renderer(options.format, colours=False), partial(_append, options.file)))
     processors: Sequence[Any] = (
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _escaped,
-        _Targets(targets),
+        *writers,
+        _drop,
     )
     made = structlog.wrap_logger(
         None, processors=processors, wrapper_class=structlog.make_filtering_bound_logger(level)
@@ -148,38 +150,31 @@ def _to_stderr(line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201 - has colours; its values are escaped
 
 
-@dataclass
-class _Appended:
-    path: Path
-
-    def __call__(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:  # in one call, so that lines of several processes do not mix
-                os.write(descriptor, line.encode("utf-8", "backslashreplace") + b"\n")
-            finally:
-                os.close(descriptor)
+def _append(path: Path, line: str) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:  # in one call, so that lines of several processes do not mix
+            os.write(descriptor, line.encode("utf-8", "backslashreplace") + b"\n")
+        finally:
+            os.close(descriptor)
 
 
-@dataclass
-class _Target:
-    render: _Renderer
-    write: Callable[[str], None]
+def _writer(render: _Renderer, write: Callable[[str], None]) -> Callable[[Any, str, Event], Event]:
+    """A processor that renders and writes an event, and returns it for the next one."""
+
+    def processor(logger: Any, name: str, event: Event) -> Event:
+        rendered = render(logger, name, dict(event))
+        write(rendered.decode() if isinstance(rendered, bytes) else rendered)
+        return event
+
+    return processor
 
 
-@dataclass
-class _Targets:
-    """The last processor: renders and writes an event for every target."""
+def _drop(_logger: Any, _name: str, _event: Event) -> Event:
+    """The last processor: everything is written already."""
+    import structlog  # noqa: PLC0415
 
-    targets: list[_Target] = field(default_factory=list)
-
-    def __call__(self, logger: Any, name: str, event: Event) -> Event:
-        import structlog  # noqa: PLC0415
-
-        for target in self.targets:
-            rendered = target.render(logger, name, dict(event))
-            target.write(rendered.decode() if isinstance(rendered, bytes) else rendered)
-        raise structlog.DropEvent
+    raise structlog.DropEvent
 
 
 def _escaped(_logger: Any, _name: str, event: Event) -> Event:

@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -54,16 +55,20 @@ class _Child:
 
     def __init__(self) -> None:
         self._line, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process; at most _WRITTEN
         with theirs:
             number = theirs.fileno()
-            start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({number})"
+            folders = [str(Path(folder).absolute()) for folder in sys.path]
+            start = f"import sys; sys.path[:] = {folders!r}; from {__name__} import serve; serve({number})"
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter
                 [sys.executable, "-P", "-c", start],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                # The child outlives the folder it was started in: MKL ends a process whose working folder was removed.
+                cwd="/",
             )
 
     @property
@@ -72,6 +77,8 @@ class _Child:
 
     def ask(self, request: dict[str, object], wait_s: float) -> Any:
         """The child's reply; TimeoutError, EOFError or ConnectionError without one."""
+        self._errors.truncate(0)
+        self._errors.seek(0)
         self._line.settimeout(wait_s)
         _send(self._line, _packed(request))
         return _receive(self._line, time.monotonic() + wait_s)
@@ -88,6 +95,12 @@ class _Child:
             return self._process.wait(10)
         except subprocess.TimeoutExpired:
             return self.end()
+
+    def last_line(self) -> str:
+        """The last line that a library wrote before it ended the process, empty if there is none."""
+        self._errors.seek(0)
+        lines = self._errors.read(_WRITTEN).decode(errors="replace").split("\n")
+        return next((line.strip()[-_MAX_LINE:] for line in reversed(lines) if line.strip()), "")
 
 
 _waiting: list[_Child] = []  # children without a call
@@ -123,7 +136,7 @@ def read(
 
     Args:
         function: a function of a module, whose arguments and result are JSON, arrays and bytes; tuples become lists.
-        arguments: its arguments; paths become strings.
+        arguments: its arguments; paths become strings, which are absolute.
         place: what is read, for the error.
         allowed: what it should be, likewise.
         files: the files that are read, which must be regular files; their sizes determine the limits.
@@ -154,8 +167,8 @@ def read(
             raise (MissingPackageError if kind == "package" else InputError)(found_place, found, wanted)
         case {"failed": reason}:
             raise error(place, reason, allowed)
-        case {"died": code}:
-            raise error(place, _death(code, seconds), allowed)
+        case {"died": code, "last": last}:
+            raise error(place, _death(code, seconds) + (f": {last}" if last else ""), allowed)
     raise error(place, f"no answer in {WAITS * seconds} s", allowed)
 
 
@@ -169,7 +182,7 @@ def _reply(request: dict[str, object], wait_s: float) -> dict[str, Any]:
             return {}
         except (EOFError, ConnectionError):
             if (code := child.code()) != _IDLE:  # else it exited between two calls
-                return {"died": code}
+                return {"died": code, "last": child.last_line()}
         except BaseException:  # e.g. Ctrl-C
             child.end()
             raise
@@ -212,7 +225,7 @@ def _packed(value: object) -> list[bytes | memoryview]:
             case np.generic():
                 return item.item()
             case os.PathLike():
-                return os.fspath(item)
+                return str(Path(item).absolute())
         raise TypeError(f"an object of type {type(item).__name__}")
 
     text = json.dumps(value, default=referred).encode()

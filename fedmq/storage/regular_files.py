@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,7 +64,7 @@ def _check(path: Path, about: os.stat_result, most: int | None, allowed: str) ->
         raise InputError(str(path), f"{about.st_size:,} bytes", f"{allowed}, of at most {most:,} bytes")
 
 
-def open_regular(path: Path, allowed: str, most: int | None = None, *, links: bool = True) -> BinaryIO:
+def open_regular(path: Path, allowed: str, most: int | None = None, *, links: bool = True) -> BufferedReader:
     """Open a regular file for reading, without blocking on anything else.
 
     Args:

@@ -101,17 +101,22 @@ class RunFolder:
         return self.checkpoints / "silos" / silo
 
 
+def require_folder(root: Path) -> None:
+    """Refuse a run folder that does not exist, before anything large is loaded."""
+    if not root.exists():
+        raise InputError(str(root), "no such folder", "a run folder")
+
+
 def open_run(root: Path) -> RunFolder:
     """Open an existing run folder.
 
     Raises:
         InputError: ``root`` is not a run folder.
     """
+    require_folder(root)
     folder = RunFolder(root)
-    if not root.exists():
-        raise InputError(str(root), "no such folder", "a run folder")
     if not folder.scenario.is_file():
-        logs = sorted(path.stem for path in (root / "messages").glob("*.jsonl"))
+        logs = sorted(path.stem for at in ("", "*/") for path in root.glob(f"{at}messages/*.jsonl"))
         if logs and "coordinator" not in logs:
             problem = f"the folder of {logs[0]}, which has only its own log and state"
             raise InputError(str(root), problem, "the coordinator's run folder (--out of fedmq coordinator)")
@@ -193,10 +198,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
         try:
             write(temporary)
             if durable:
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
-                    if hasattr(os, "posix_fadvise"):  # not on macOS
-                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                to_disk(temporary, cached=False)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -322,11 +324,18 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
             raise
 
 
-def to_disk(path: Path) -> None:
-    """Flush a file or a folder to disk (fsync)."""
+def to_disk(path: Path, *, cached: bool = True) -> None:
+    """Flush a file or a folder to disk (fsync).
+
+    Args:
+        path: the file or folder.
+        cached: whether the system may keep its content in memory.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        if not cached and hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 

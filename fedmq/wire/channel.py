@@ -16,18 +16,16 @@ from typing import Any
 
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
-from fedmq.errors import InputError, RemoteWireError
-from fedmq.wire import key_agreement, refusals
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.wire import inquiry, key_agreement
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
-from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import AcceptedKeys, Identity
-from fedmq.wire.limits import RateLimit
+from fedmq.wire.limits import RateLimit, RefusalLog
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload, Refusal
-from fedmq.wire.refusals import RefusalLog
 from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
 from fedmq.wire.transports.curve_keys import ConnectionKeys
@@ -36,6 +34,8 @@ from fedmq.wire.transports.registry import connect
 BEAT_SECONDS = 2.0
 #: Code of the error with which a coordinator ends the session of a peer whose key was removed.
 EXPELLED = "expelled"
+#: Code of the error with which a coordinator that was stopped ends all sessions; it may be started again.
+STOPPED = "stopped"
 #: Code of the error for a session that another process's session of the same name has replaced.
 DISPLACED = "displaced"
 #: Heartbeat intervals without a message after which a peer counts as lost.
@@ -61,6 +61,10 @@ _MESSAGES_PER_STEP = 256
 _MAX_SEND_STEPS = int(BEAT_SECONDS / STEP_SECONDS)
 
 
+class OtherRunError(RunError):
+    """The coordinator has begun another run."""
+
+
 class Channel:
     """An authenticated channel to the coordinator that re-establishes itself.
 
@@ -80,6 +84,7 @@ class Channel:
         deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
         options: what this side hides of its messages, and when a session gets new keys.
         comparison: finds the keys of the scenario that differ from a coordinator's; None does not.
+        ends_with_other_run: end with OtherRunError if the coordinator has another scenario, instead of trying again.
 
     Attributes:
         statement: what this process states about its data, the first message of each session; set before the start.
@@ -100,8 +105,10 @@ class Channel:
         patience: float = 1.0,
         deliver: Callable[[Message], None] | None = None,
         options: Wire = _DEFAULTS,
-        comparison: ScenarioComparison | None = None,
+        comparison: inquiry.ScenarioComparison | None = None,
+        ends_with_other_run: bool = False,
     ) -> None:
+        self._ends_with_other_run = ends_with_other_run
         self._options, self._keys_since = options, 0.0
         self._comparison = comparison
         self._rekeying: key_agreement.Rekeying | None = None
@@ -249,7 +256,7 @@ class Channel:
             if self._initiated is None or renewed or now - self._hello_at > self._hello_seconds:
                 self._say_hello(connection, now, renewed=renewed)
             if now - self._unanswered_since > _QUIET_SECONDS:
-                self._report_once(refusals.silent(self._uri, _QUIET_SECONDS))
+                self._report_once(inquiry.no_answer(self._uri, _QUIET_SECONDS))
                 if minutes := int((now - self._unanswered_since) // 60):
                     after = "60 s" if minutes == 1 else f"{minutes} min"
                     self._report_once(f"still no answer from {self._uri} after {after}; it keeps trying")
@@ -407,6 +414,10 @@ class Channel:
             self._report_once(f"the coordinator at {self._uri} has removed this key")
             self._end_session(LogEvent.EXPELLED)
             return True
+        if any(isinstance(each, Error) and each.code == STOPPED for each in message.payloads):
+            self._report_once(f"the coordinator at {self._uri} was stopped; this process waits for it to be resumed")
+            self._end_session(LogEvent.COORDINATOR_STOPPED)
+            return True
         if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
             self._end_session(LogEvent.RATE_LIMITED)
             return True
@@ -438,6 +449,8 @@ class Channel:
                 return  # the coordinator answered an earlier hello late
             if error.reason in (Reason.BAD_SIGNATURE, Reason.UNKNOWN_SENDER):
                 self._report_foreign()
+            if error.reason == Reason.WIRE_VERSION:
+                self._on_refusal(HelloRefusedError(error.reason, error.detail))
             raise
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
@@ -446,6 +459,8 @@ class Channel:
         self._reported.clear()
         self._earlier.clear()
         self._received_at = self._beat_at = self._keys_since = now
+        # A hello that was sent while the connection was broken is delivered, and answered, on the one made since.
+        self._connections = max(self._connections, connection.established())
         if self.statement:
             self._send_sealed(connection, session, Message(self._header(Kind.STATEMENT), self.statement))
 
@@ -459,12 +474,14 @@ class Channel:
                 self._report_foreign()
 
     def _report_foreign(self) -> None:
-        self._report_once(refusals.foreign(self._uri, self._accepted))
+        self._report_once(inquiry.foreign_listener(self._uri, self._accepted))
 
     def _on_refusal(self, refusal: HelloRefusedError) -> None:
         """Report why the coordinator refuses the handshake; it is retried, as the operator may remove the cause."""
         self._unanswered_since = math.inf
+        if self._ends_with_other_run and refusal.reason == Reason.WRONG_RUN:
+            raise OtherRunError(f"the coordinator at {self._uri} has begun another run: {refusal.detail}")
         keys = self._comparison.keys(refusal) if self._comparison else ""
         facts: dict[str, Any] = {"keys": keys} if keys else {}
         self._log.note(LogEvent.HELLO_REFUSED, reason=refusal.reason, detail=refusal.detail, **facts)
-        self._report_once(refusals.refused(self._uri, self._identity, refusal, keys))
+        self._report_once(inquiry.refused_handshake(self._uri, self._identity, refusal, keys))

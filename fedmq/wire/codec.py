@@ -54,7 +54,7 @@ _HEADER_KEYS = (
 )
 _SHORT_KEYS = ("wire_version", "session", "counter")
 _BODY_KEYS = ("payloads", "task", "layout", "head")
-_TASK_KEYS = ("round", "rounds", "settled", "learning_rate")
+_TASK_KEYS = ("round", "rounds", "committed", "learning_rate")
 _LENGTH_BYTES = 4
 
 
@@ -62,7 +62,7 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
     """Decode a message from its header and its opened body.
 
     NaN and infinity are refused in all declared floats, including the buffers of models and deltas (about 0.5 ms for
-    12 MB of float32). Buffers of uint8 are not checked: only their layout says which bytes are floats.
+    12 MB of float32).
 
     Args:
         header: the unencrypted header, as bytes or decoded.
@@ -243,7 +243,7 @@ def _plain(spec: Field, value: Any) -> Any:
         case Tensor():
             return [value.dtype.name, list(value.shape)]
         case Real():
-            return None if value is None else float(value)
+            return float(value)
         case Names():
             return list(value)
         case FloatMap():
@@ -363,7 +363,7 @@ def _as_decoded(spec: Field, value: Any) -> Any:
     """A field's value as the receiver decodes it, so that both ends log the same digest."""
     match spec:
         case Real():
-            return None if value is None else float(value)
+            return float(value)
         case FloatMap():
             return {each: float(number) for each, number in sorted(value.items())}
         case NestedFloatMap():

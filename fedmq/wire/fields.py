@@ -159,12 +159,10 @@ class Whole:
 
     low: int
     high: int
-    nullable: bool = False
 
     def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
         """Check type and bounds."""
-        if not (self.nullable and value is None):
-            check_whole(place, value, self.low, self.high)
+        check_whole(place, value, self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -173,12 +171,10 @@ class Real:
 
     low: float = -math.inf
     high: float = math.inf
-    nullable: bool = False
 
     def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
         """Check type, bounds and finiteness."""
-        if not (self.nullable and value is None):
-            check_real(place, value, self.low, self.high)
+        check_real(place, value, self.low, self.high)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Ask a coordinator for its run's status, and which keys of its scenario differ (docs/reference/wire.md, inquire)."""
+"""Ask a coordinator for its run's status, and which keys of its scenario differ (docs/reference/wire.md, inquire).
+
+Also what the operator reads while the coordinator does not answer, or refuses this process.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pydantic import ValidationError
 
 from fedmq.config.run_id import MOST_NAMED, KeyDigests, named
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
+from fedmq.packages import __version__
 from fedmq.storage.json_files import Stored
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.keys import Identity, words
-from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, WIRE_VERSION, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
@@ -212,3 +216,50 @@ class ScenarioComparison:
         except FedmqError:
             return ()
         return found
+
+
+#: What to do about another scenario.
+SAME_SCENARIO = "both sides need the same file and the same --set and --seed"
+
+
+def no_answer(uri: str, seconds: float) -> str:
+    """The line about a coordinator that has not answered for a time [s]."""
+    why = "no coordinator listens there yet, a firewall is in between, or it is busy; it keeps trying"
+    if host := unknown_host(uri):
+        why = f"the name {host} is unknown on this machine"
+    return f"no answer from {uri} for {seconds:.0f} s: {why}"
+
+
+def foreign_listener(uri: str, accepted: Accepted) -> str:
+    """The line about a process that has another key than the accepted one of the coordinator."""
+    key = accepted.get(COORDINATOR)
+    return (
+        f"what listens at {uri} does not have the coordinator's key in the folder accepted/ here "
+        f"({'which has none' if key is None else words(key)}): it is another process, or the coordinator has a new "
+        "key; accept that with `fedmq keys accept`, and this process connects"
+    )
+
+
+def refused_handshake(uri: str, identity: Identity, refusal: HelloRefusedError, differing: str) -> str:
+    """The line about a coordinator that refuses the handshake.
+
+    Args:
+        uri: URI at which it listens.
+        identity: this process.
+        refusal: its answer.
+        differing: keys of the scenario with other values there, if known.
+    """
+    match refusal.reason:
+        case Reason.UNKNOWN_SENDER:
+            ask = f"its operator accepts it with `fedmq keys accept` ({words(identity)})"
+            ask += ", or this process was started with the wrong key file (--keys)"
+            return f"the coordinator at {uri} does not accept this key of {identity.name}: {ask}"
+        case Reason.WRONG_RUN:
+            which = f"{refusal.detail}{f', with other values of {differing}' if differing else ''}"
+            return f"the coordinator at {uri} has another scenario: {which}; {SAME_SCENARIO}"
+        case Reason.WIRE_VERSION:
+            here = f"fedmq {__version__} here has wire version {WIRE_VERSION}"
+            said = f"the coordinator at {uri} has another version of fedmq and says: {refusal.detail}"
+            return f"{said}; {here}; install the same release at both ends"
+        case _:
+            return f"the coordinator at {uri} refuses the handshake: {refusal.reason}: {refusal.detail}"

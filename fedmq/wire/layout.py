@@ -15,7 +15,8 @@ import numpy.typing as npt
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.wire.fields import LAYER, FieldError, check_name, check_whole, shown
 
-DTYPES: tuple[str, ...] = ("float32", "float16", "float64", "int64", "int32", "uint8", "bool")
+#: The dtype of all parameters, and its size [bytes].
+DTYPE, _BYTES = "float32", 4
 MAX_ENTRIES = 8192
 MAX_RANK = 8
 MAX_BYTES = 1 << 30
@@ -28,7 +29,7 @@ class LayoutEntry:
     Args:
         name: name of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
         shape: up to 8 dimensions, each at least 0; ``()`` for a scalar.
-        dtype: one of :data:`DTYPES`.
+        dtype: :data:`DTYPE`.
         offset: first byte in the buffer [bytes].
 
     Raises:
@@ -46,8 +47,8 @@ class LayoutEntry:
             raise FieldError(f"layout {self.name}: shape is not a tuple of at most {MAX_RANK} sizes")
         for size in self.shape:
             check_whole(f"layout {self.name}: size", size, 0, MAX_BYTES)
-        if type(self.dtype) is not str or self.dtype not in DTYPES:
-            raise FieldError(f"layout {self.name}: dtype {shown(self.dtype)} is not one of {', '.join(DTYPES)}")
+        if self.dtype != DTYPE:
+            raise FieldError(f"layout {self.name}: dtype {shown(self.dtype)} is not {DTYPE}")
         check_whole(f"layout {self.name}: offset", self.offset, 0, MAX_BYTES)
         if self.nbytes > MAX_BYTES:
             raise FieldError(f"layout {self.name}: {self.nbytes} bytes, allowed {MAX_BYTES}", "oversized")
@@ -60,7 +61,7 @@ class LayoutEntry:
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self.size * np.dtype(self.dtype).itemsize
+        return self.size * _BYTES
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Layout:
         """The parameters by name, as views of ``buffer``: nothing is copied, and they are writable if the buffer is.
 
         Args:
-            buffer: 1-D, contiguous, float32 or uint8, :attr:`nbytes` bytes.
+            buffer: float32 [P], contiguous, :attr:`nbytes` bytes.
 
         Raises:
             LocalWireError: the buffer's size is not :attr:`nbytes`.

@@ -25,7 +25,7 @@ class LogEvent(_Event):
     """What a note records; the further fields of a note depend on its event."""
 
     # Of a process.
-    STARTED = "started", "the process started", "info"
+    STARTED = "started", "the process started, of the version `program` of fedmq", "info"
     RESUMED = "resumed", "the coordinator resumed the run from the checkpoint of `version` merges", "info"
     EXTENDED = "extended", "a finished run continues until it has `rounds` rounds", "info"
     ENDED = "ended", "the coordinator ended while its rounds were in `phase`", "info"
@@ -95,6 +95,11 @@ class LogEvent(_Event):
     # About sessions and refused messages.
     WITHHELD = "withheld", "the silo's own policy forbids a message; `rule` says why", "warning"
     HELLO_REFUSED = "hello_refused", "the coordinator refused the handshake", "warning"
+    COORDINATOR_STOPPED = (
+        "coordinator_stopped",
+        "the coordinator was stopped by its operator; this process waits for its return",
+        "info",
+    )
     HEARTBEAT_MISSED = "heartbeat_missed", "the coordinator was silent for too long; a new handshake begins", "warning"
     PROCESS_SUSPENDED = (
         "process_suspended",

@@ -43,9 +43,12 @@ class SignedAt(StrEnum):
     END = "end"
 
 
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
 def canonical(record: Mapping[str, object]) -> bytes:
     """A record's line in the log, without the newline."""
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+    return _JSON.encode(record).encode()
 
 
 def chain(previous: str, record: Mapping[str, object]) -> str:
@@ -216,7 +219,8 @@ class SignatureRecord(_Record):
         action: ``signed``.
         at: when; a merge also has its ``version``.
         version: number of merges.
-        signature: Ed25519 (64 bytes in hexadecimal) of :func:`signed_statement`, by the key of the last start.
+        signature: Ed25519 (64 bytes in hexadecimal) of :func:`signed_statement`, by the key of the last start. It
+            covers the other fields of this record, too: when it was made, and on which occasion.
     """
 
     action: Literal["signed"]
@@ -225,9 +229,16 @@ class SignatureRecord(_Record):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
-def signed_statement(run: str, process: str, n: int, previous: str) -> bytes:
-    """The bytes that a process signs: that its log of this run has ``previous`` as head before record ``n``."""
-    return f"fedmq log 1\n{run}\n{process}\n{n}\n{previous}\n".encode()
+def signed_statement(run: str, record: Mapping[str, object]) -> bytes:
+    """The bytes that a process signs: the run, and the record of the signature, which holds the log's head.
+
+    Args:
+        run: the run's name.
+        record: the record; its ``hash`` and ``signature`` are left out.
+    """
+    return f"fedmq log 1\n{run}\n".encode() + canonical(
+        {name: value for name, value in record.items() if name not in ("hash", "signature")}
+    )
 
 
 _HANDSHAKE = (Kind.HELLO, Kind.WELCOME, Kind.READY)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -45,7 +45,7 @@ from fedmq.wire.log_records import (
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.payloads import tensor_bytes
+from fedmq.wire.payloads import sizes
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class MessageLog:
         self.logger, self._mirror = logger, Mirror(logger)
         self._clock = clock
         self._last_hash, self._count, self._size, self._last_wall = GENESIS, 0, 0, ""
+        self.first = GENESIS  # hash of the first record, by which runs of one scenario differ
         self._signer: tuple[Identity, str] | None = None
         self._signed = 0  # number of records when the log was signed last
         self._write_lock = threading.RLock()
@@ -131,6 +132,7 @@ class MessageLog:
                     break
                 record = record_of(line)
                 if record is not None:  # invalid lines are left in place for the audit to report
+                    self.first = self.first if self._count else record.hash
                     self._last_hash, self._count, self._last_wall = record.hash, record.n + 1, record.wall
                 self._size += len(line)
         os.truncate(self.path, self._size)
@@ -185,18 +187,21 @@ class MessageLog:
             if self._signer is None or self._signed == self._count:
                 return
             identity, run = self._signer
-            statement = signed_statement(run, self.process, self._count, self._last_hash)
-            self._append(
-                SignatureRecord, action="signed", at=at, signature=identity.key.sign(statement).hex(), **version
-            )
+            fields = {"action": "signed", "at": at, **self._next(), **version}
+            signature = identity.key.sign(signed_statement(run, fields)).hex()
+            self._append(SignatureRecord, **fields, signature=signature)
             self._signed = self._count
+
+    def _next(self) -> dict[str, object]:
+        """The fields that every record has, of the next one."""
+        # Never before the record before it, even if the machine's clock was set back: an audit requires that.
+        wall = max(self._clock.utc(), self._last_wall)
+        return {"n": self._count, "process": self.process, "wall": wall, "previous": self._last_hash}
 
     def _append(self, kind: type[LogRecord], /, **values: object) -> int:
         """Write a record; returns its number."""
         with self._write_lock:
-            # Never before the record before it, even if the machine's clock was set back: an audit requires that.
-            wall = max(self._clock.utc(), self._last_wall)
-            record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._last_hash, **values)
+            record = sealed(kind, **{**self._next(), **values})
             line = record.line
             with writing(self.path):
                 if os.fstat(self._file.fileno()).st_nlink < self._names:
@@ -207,8 +212,9 @@ class MessageLog:
                     # An incomplete record would break the chain for all later ones.
                     self._file.truncate(self._size)
                     raise
+            self.first = self.first if self._count else record.hash
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
-            self._last_wall = wall
+            self._last_wall = record.wall
         self._mirror(record)
         return record.n
 
@@ -225,7 +231,7 @@ class MessageLog:
             MessageRecord,
             action=action,
             header=message.header,
-            payloads=[(payload.KIND, tensor_bytes(payload)) for payload in message.payloads],
+            payloads=sizes(message.payloads),
             # Recorded at both ends, since the tag authenticates only the sealed bytes, which no log contains.
             digests=[digest(payload) for payload in message.payloads],
             bytes=size,
@@ -288,12 +294,19 @@ class MessageLog:
         )
 
     def close(self) -> None:
-        """Sign the end of the log and close the file; all records have already been passed to the operating system."""
+        """Sign the end of the log and close the file; all records have already been passed to the operating system.
+
+        Raises:
+            DiskError: the end could not be signed; not raised if another error is ending the process.
+        """
         if self._file.closed:
             return
+        ending = sys.exception() is not None  # that error is the one to be told
         try:
-            with suppress(DiskError):  # the audit then reports records without a signature
-                self.sign(SignedAt.END)
+            self.sign(SignedAt.END)
+        except DiskError as error:
+            if not ending:
+                raise DiskError(f"{error}; the log lacks its signed end, which an audit reports") from None
         finally:
             self._file.close()
 

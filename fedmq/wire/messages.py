@@ -80,6 +80,7 @@ class Reason(StrEnum):
     TOO_OFTEN = "too_often"
     LAYOUT = "layout"
     DATA = "data"
+    UNSCHEDULED = "unscheduled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,19 +194,20 @@ class TaskInfo:
     Args:
         round: number of this task's round, from 0.
         rounds: total number of rounds, at least 1.
-        settled: all replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none.
+        committed: all replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none
+            was merged.
         learning_rate: learning rate of local training, above 0.
     """
 
     round: int
     rounds: int
-    settled: int
+    committed: int
     learning_rate: float
 
     def __post_init__(self) -> None:
         check_whole("task.round", self.round, 0, I63)
         check_whole("task.rounds", self.rounds, 1, I63)
-        check_whole("task.settled", self.settled, 0, U64)
+        check_whole("task.committed", self.committed, 0, U64)
         check_real("task.learning_rate", self.learning_rate)
         if self.learning_rate <= 0:
             raise FieldError(f"task.learning_rate: {self.learning_rate} is not above 0")

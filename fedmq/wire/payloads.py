@@ -7,7 +7,7 @@ decoding, digests and the audit's policy all use this declaration.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -42,7 +42,6 @@ TEXT = 2
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I64: TypeAlias = npt.NDArray[np.int64]
-Buffer: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 
 class Payload:
@@ -112,7 +111,7 @@ _RULE = re.compile(r"kinds|fields|bytes_per_payload|bytes_per_message|bytes_in_a
 _DIGEST = Word(DIGEST)
 _SAMPLES = Whole(0, I63)
 _MASK = Whole(0, IMAGE | TEXT)
-_BULK = Tensor(("float32", "uint8"), ("n",), bulk=True)
+_BULK = Tensor(("float32",), ("n",), bulk=True)
 _METRICS = FloatMap(256, METRIC)
 _METRICS_BY_SILO = NestedFloatMap(1024, NAME, _METRICS)
 
@@ -124,11 +123,11 @@ class Model(Payload):
 
     Args:
         layout_digest: digest of the agreed layout, 64 hexadecimal digits.
-        buffer: (n,) float32, or uint8 where the layout mixes dtypes.
+        buffer: float32 (n,).
     """
 
     layout_digest: Annotated[str, _DIGEST]
-    buffer: Annotated[Buffer, _BULK]
+    buffer: Annotated[F32, _BULK]
 
 
 @payload("delta")
@@ -138,12 +137,12 @@ class Delta(Payload):
 
     Args:
         layout_digest: digest of the agreed layout.
-        buffer: (n,) float32, or uint8 where the layout mixes dtypes.
+        buffer: float32 (n,).
         n_samples: number of local training samples.
     """
 
     layout_digest: Annotated[str, _DIGEST]
-    buffer: Annotated[Buffer, _BULK]
+    buffer: Annotated[F32, _BULK]
     n_samples: Annotated[int, _SAMPLES]
 
 
@@ -155,13 +154,13 @@ class PartialDelta(Payload):
     Args:
         layout_digest: digest of the agreed layout that has these layers.
         names: distinct layer names, in the order of the buffer; empty if the silo trains no shared layer.
-        buffer: (n,) float32 or uint8, the layers concatenated.
+        buffer: float32 (n,), the layers concatenated.
         n_samples: number of local training samples.
     """
 
     layout_digest: Annotated[str, _DIGEST]
     names: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]
-    buffer: Annotated[Buffer, replace(_BULK, least=0)]
+    buffer: Annotated[F32, replace(_BULK, least=0)]
     n_samples: Annotated[int, _SAMPLES]
 
 
@@ -214,17 +213,9 @@ class Memory(Payload):
 @payload("router_statistics")
 @dataclass(frozen=True, eq=False)
 class RouterStatistics(Payload):
-    """Further inputs of RCSR's router, from a silo; or the silo's weight, from the router.
+    """The silo's weight from RCSR's router at its last participation, in [0, 1]."""
 
-    Args:
-        mask: from a silo: the modalities it has (bit 0 image, bit 1 text).
-        n_samples: from a silo: number of its local samples.
-        weight: to a silo: its router weight at its last participation, in [0, 1].
-    """
-
-    mask: Annotated[int | None, Whole(0, IMAGE | TEXT, nullable=True)] = None
-    n_samples: Annotated[int | None, Whole(0, I63, nullable=True)] = None
-    weight: Annotated[float | None, Real(0.0, 1.0, nullable=True)] = None
+    weight: Annotated[float, Real(0.0, 1.0)]
 
 
 @payload("geometry")
@@ -282,32 +273,8 @@ class DiscriminatorDelta(Payload):
     """
 
     layout_digest: Annotated[str, _DIGEST]
-    buffer: Annotated[Buffer, _BULK]
+    buffer: Annotated[F32, _BULK]
     n_samples: Annotated[int, _SAMPLES]
-
-
-@payload("share")
-@dataclass(frozen=True, eq=False)
-class SecretShare(Payload):
-    """Masked integers of secure aggregation.
-
-    Args:
-        values: (n,) uint32 or uint64, each below 2**modulus_bits.
-        round: the round that the masks are for.
-        modulus_bits: sums are modulo 2**modulus_bits; 1 to 32 for uint32, 1 to 64 for uint64.
-    """
-
-    values: Annotated[npt.NDArray[np.uint32] | npt.NDArray[np.uint64], Tensor(("uint32", "uint64"), ("n",))]
-    round: Annotated[int, Whole(0, I63)]
-    modulus_bits: Annotated[int, Whole(1, 64)]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        width = self.values.dtype.itemsize * 8
-        if self.modulus_bits > width:
-            raise FieldError(f"share.modulus_bits: {self.modulus_bits} for integers of {width} bits")
-        if self.modulus_bits < width and int(self.values.max()) >> self.modulus_bits:
-            raise FieldError(f"share.values: a value is not below 2**{self.modulus_bits}")
 
 
 @payload("metrics")
@@ -476,3 +443,8 @@ def tensors(payload: Payload) -> list[npt.NDArray[Any]]:
 def tensor_bytes(payload: Payload) -> int:
     """Size of the payload's tensors [bytes], without scalars and names."""
     return sum(array.nbytes for array in tensors(payload))
+
+
+def sizes(payloads: Iterable[Payload]) -> list[tuple[str, int]]:
+    """Kind and tensor bytes of each payload."""
+    return [(payload.KIND, tensor_bytes(payload)) for payload in payloads]

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.seeds import numpy_generator
-from protocols.parts.labelled import LabelledBatches, Samples
-from protocols.parts.options import check
+from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
 
 #: Maximum draws of random centres; the best draw is used.
 _DRAWS = 20
@@ -29,10 +28,7 @@ class Options:
         lamb: weight of the quantisation loss.
     """
 
-    lamb: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check("lamb", self.lamb, 0.0)
+    lamb: NonNegative = 1e-4
 
 
 def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Tensor:
@@ -48,6 +44,8 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
         generator: draws centres; must be the same at all silos.
     """
     if bits & (bits - 1) == 0 and classes <= 2 * bits:
+        from scipy.linalg import hadamard  # noqa: PLC0415 - a tenth of the imports of every run
+
         matrix = torch.from_numpy(hadamard(bits, dtype=np.float32))
         return torch.cat([matrix, -matrix])[:classes]
     balanced = np.where(np.arange(bits) % 2 == 0, 1.0, -1.0).astype(np.float32)
@@ -96,7 +94,7 @@ def loss(codes: Tensor, labels: Tensor, centres: Tensor, ties: Tensor, options: 
     return entropy + options.lamb * (codes.tanh().abs() - 1).square().mean()
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start CSQ for one task; single-modality silos train it on their modality."""
     classes, device = len(context.label_names), local.model.flat.device
     # Seeded by C and r only, not by the run's seed, so that runs with different seeds use the same centres.
@@ -107,7 +105,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples.codes, samples.labels, centres, ties, options)
 
-    return LabelledBatches(local, context.training.batch_size, batch_loss)
+    return labelled_samples(local, context.training.batch_size, batch_loss)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
 from protocols.parts.losses import unit
-from protocols.parts.options import check
 
 #: Upper bound of cosines: equal codes would have distance 0, whose logarithm is infinite.
 _MOST_ALIKE = 0.99
@@ -27,12 +27,8 @@ class Options:
         lamb: weight of the quantisation loss.
     """
 
-    gamma: float = 20.0
-    lamb: float = 0.1
-
-    def __post_init__(self) -> None:
-        check("gamma", self.gamma, 0.0, open_low=True)
-        check("lamb", self.lamb, 0.0)
+    gamma: Positive = 20.0
+    lamb: NonNegative = 0.1
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
@@ -64,13 +60,13 @@ def loss(codes: Tensor, labels: Tensor, options: Options) -> Tensor:
     return (pair_weights(similar) * entropy).mean() + options.lamb * lost.mean()
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start DCH for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples.codes, samples.labels, options)
 
-    return LabelledBatches(local, context.training.batch_size, batch_loss)
+    return labelled_samples(local, context.training.batch_size, batch_loss)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

@@ -6,21 +6,21 @@ Needs no labels. A single-modality silo uses the intra-modal term only, with the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols.parts import training
 from protocols.parts.losses import unit
-from protocols.parts.options import check
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Graph, codes, cosines, item_features, mean_square
+from protocols.parts.similarity import UNSUPERVISED_TOWERS, Graph, cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,16 @@ class Options:
         binary_steps: add an update of each tower per batch against the other tower's binary codes, as in the code.
     """
 
-    a1: float = 0.3
-    a2: float = 0.3
-    scale_share: float = 0.9
-    zeroed_share: float = 0.45
-    coexistence: float = 1.5
-    lambda1: float = 1.0
-    lambda2: float = 1.0
+    a1: Fraction = 0.3
+    a2: Fraction = 0.3
+    scale_share: Fraction = 0.9
+    zeroed_share: Fraction = 0.45
+    coexistence: NonNegative = 1.5
+    lambda1: NonNegative = 1.0
+    lambda2: NonNegative = 1.0
     form: Literal["code", "paper"] = "code"
     similarity: Literal["features", "codes"] = "features"
     binary_steps: bool = True
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            if option.name in ("a1", "a2", "scale_share", "zeroed_share"):
-                check(option.name, getattr(self, option.name), 0.0, 1.0)
-        for name in ("coexistence", "lambda1", "lambda2"):
-            check(name, getattr(self, name), 0.0)
 
 
 class Terms(NamedTuple):
@@ -188,11 +181,11 @@ class Dgcpn(training.Work):
             fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
 
             def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
-                both = codes(image, text)
+                both = training.codes(image, text)
                 return loss(*both, similarity_of_codes(*both, self.options) if fixed is None else fixed, self.options)
 
             def binary(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
-                both = codes(image, text)
+                both = training.codes(image, text)
                 similar = similarity_of_codes(*both, self.options) if fixed is None else fixed
                 return binary_loss(*both, similar, self.options)
 

@@ -5,15 +5,15 @@ Needs no labels. A single-modality silo reconstructs the similarity within its m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.options import check
 from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 
@@ -29,15 +29,11 @@ class Options:
         lambda2: weight of the text reconstruction.
     """
 
-    beta: float = 0.9
-    eta: float = 0.4
-    mu: float = 1.5
-    lambda1: float = 0.1
-    lambda2: float = 0.1
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            check(option.name, getattr(self, option.name), 0.0, 1.0 if option.name in ("beta", "eta") else torch.inf)
+    beta: Fraction = 0.9
+    eta: Fraction = 0.4
+    mu: NonNegative = 1.5
+    lambda1: NonNegative = 0.1
+    lambda2: NonNegative = 0.1
 
 
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import alternating, training
 from protocols.parts.labelled import Samples, samples_of
-from protocols.parts.options import check
 
 _BANK = "base.bank"
 
@@ -29,10 +29,7 @@ class Options:
         alpha: weight of the quantisation loss.
     """
 
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        check("alpha", self.alpha, 0.0)
+    alpha: NonNegative = 0.1
 
 
 def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha: float) -> Tensor:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import CommonSpacePlan, ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols.parts.labelled import EveryLabelledBatch
 from protocols.parts.losses import unit
-from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,10 @@ class Options:
         leaky: leaky ReLU after the common layer, as in FedCMR's network.
     """
 
-    alpha: float = 1e-3
-    beta: float = 1e-1
+    alpha: NonNegative = 1e-3
+    beta: NonNegative = 1e-1
     enhance: bool = False
     leaky: bool = False
-
-    def __post_init__(self) -> None:
-        check("alpha", self.alpha, 0.0)
-        check("beta", self.beta, 0.0)
 
 
 def mean_length(difference: Tensor) -> Tensor:
@@ -93,8 +88,11 @@ def logits_of(out: Out) -> Tensor:
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start DSCMR for one task; single-modality silos train it on their modality."""
-    rows = np.arange(len(local.dataset))
-    return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)
+
+    def batch_loss(image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
+        return loss(image, text, labels, options)
+
+    return EveryLabelledBatch(local, context.training.batch_size, batch_loss)
 
 
 def network(options: Options) -> CommonSpacePlan:

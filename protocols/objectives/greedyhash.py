@@ -7,16 +7,17 @@ Both modalities share one classifier without bias, which is averaged with the ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import NonNegative, Positive
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import LabelledBatches, Samples
-from protocols.parts.options import check
+from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,9 @@ class Options:
             in the code of FedHAP's baselines.
     """
 
-    alpha: float = 0.1
-    power: float = 3.0
+    alpha: NonNegative = 0.1
+    power: Annotated[Positive, Field(ge=1.0)] = 3.0
     multi_label: Literal["soft", "first"] = "soft"
-
-    def __post_init__(self) -> None:
-        check("alpha", self.alpha, 0.0)
-        check("power", self.power, 1.0)
 
 
 def targets(labels: Tensor, multi_label: Literal["soft", "first"]) -> Tensor:
@@ -59,7 +56,7 @@ def loss(codes: Tensor, logits: Tensor, labels: Tensor, options: Options) -> Ten
     return entropy + options.alpha * ((codes.abs() - 1).abs() ** options.power).mean()
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start GreedyHash for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
@@ -67,7 +64,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
             raise ValueError("GreedyHash needs a network with a classifier")
         return loss(samples.codes, samples.logits, samples.labels, options)
 
-    return LabelledBatches(local, context.training.batch_size, batch_loss)
+    return labelled_samples(local, context.training.batch_size, batch_loss)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(sign_head=True))

@@ -6,16 +6,21 @@ not adapted to a silo's distribution. A single-modality silo reconstructs the si
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.options import check
 from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
+
+#: A similarity of the stretched kind.
+Signed = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
 @dataclass(frozen=True)
@@ -43,27 +48,21 @@ class Options:
         stretch_high: strength of the stretching above.
     """
 
-    alpha: float = 0.5
-    beta: float = 0.1
-    lamb: float = 0.4
-    mu: float = 1.4
-    intra: float = 0.1
-    low: float = -0.52
-    high: float = 0.68
-    left: float = -0.49
-    left_spread: float = 0.019
-    a: float = 2.0
-    right: float = -0.49
-    right_spread: float = 0.088
-    b: float = 4.0
-    stretch_low: float = 0.1
-    stretch_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        signed = ("low", "high", "left", "right")
-        for option in fields(self):
-            bounds = (-2.0, 2.0) if option.name in signed else (0.0, torch.inf)
-            check(option.name, getattr(self, option.name), *bounds)
+    alpha: NonNegative = 0.5
+    beta: NonNegative = 0.1
+    lamb: NonNegative = 0.4
+    mu: NonNegative = 1.4
+    intra: NonNegative = 0.1
+    low: Signed = -0.52
+    high: Signed = 0.68
+    left: Signed = -0.49
+    left_spread: NonNegative = 0.019
+    a: NonNegative = 2.0
+    right: Signed = -0.49
+    right_spread: NonNegative = 0.088
+    b: NonNegative = 4.0
+    stretch_low: NonNegative = 0.1
+    stretch_high: NonNegative = 0.2
 
 
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:

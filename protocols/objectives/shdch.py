@@ -7,15 +7,15 @@ from the labels of the silo's items, so a fine class that it has no item of is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.sections import Modality
+from fedmq.config.sections import Count, Modality, NonNegative
 from fedmq.data.labels import coarse_columns, fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
@@ -23,10 +23,8 @@ from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from protocols.parts import alternating, training
-from protocols.parts.options import check
 from protocols.parts.training import I64
 
-PREFIX = "base.buffer"
 CODES = "base.codes"
 
 
@@ -49,22 +47,17 @@ class Options:
         scale: factor of the loss: ``one``, or 1 over the number of ``silos``.
     """
 
-    alpha: float = 0.3
-    beta: float = 0.7
-    gamma: float = 10.0
-    eta: float = 100.0
+    alpha: NonNegative = 0.3
+    beta: NonNegative = 0.7
+    gamma: NonNegative = 10.0
+    eta: NonNegative = 100.0
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
-    sweeps: int = 3
+    sweeps: Count = 3
     buffer: alternating.Which = "enhanced"
     likelihood: alternating.Which = "plain"
     draws: alternating.Draws = "permutation"
     scale: alternating.Scale = "one"
-
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "gamma", "eta"):
-            check(name, getattr(self, name), 0.0)
-        check("sweeps", self.sweeps, 1.0)
 
 
 @dataclass(frozen=True)
@@ -133,36 +126,17 @@ def swept_codes(
 
 
 @dataclass
-class Shdch(training.Work):
+class Shdch(alternating.Alternating):
     """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch.
 
     Args:
-        options: options of SHDCH.
-        local: the silo.
-        batch_size: the scenario's batch size.
-        scale: factor of the loss.
         levels: the coarse level, if there is one, and the fine one.
-        buffers: [n, r] of each modality the silo has.
-        codes: [n, r] common codes B.
     """
 
-    options: Options
-    local: Local
-    batch_size: int
-    scale: float
     levels: list[Level]
-    buffers: dict[Modality, Tensor]
-    codes: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.codes = alternating.common_codes(self.buffers)
-
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
-        """All batches of the image tower, then all of the text tower, then Y1, Y2 and B."""
-        yield from alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
-        self._update_codes()
-
-    def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
+    def loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
+        """Loss of a batch; the batch's outputs enter the buffer."""
         index = torch.from_numpy(rows).to(self.codes.device)
         self.buffers[modality][index] = alternating.output(out, self.options.buffer).detach()
         outputs = alternating.output(out, self.options.likelihood)
@@ -170,7 +144,8 @@ class Shdch(training.Work):
         value = output_loss(outputs, self.codes[index], levels, self.options.gamma)
         return self.scale * value / (len(rows) * len(self.codes))
 
-    def _update_codes(self) -> None:
+    def update(self) -> None:
+        """New class codes Y1 and Y2, then B."""
         outputs = list(self.buffers.values())
         if len(self.levels) == 2:
             coarse, fine = self.levels
@@ -187,17 +162,11 @@ class Shdch(training.Work):
             nothing, zero = only.codes.new_zeros(len(only.codes), 0), torch.zeros_like(only.codes[:, :1])
             codes = swept_codes(only, outputs, only.codes[:0], nothing, zero, self.options.sweeps)
             self.levels = [Level(only.weight, only.labels, codes)]
-        self.codes = alternating.common_codes(self.buffers)
-
-    @property
-    def batches(self) -> int:
-        """Batches per pass of one tower."""
-        return alternating.batches(len(self.codes), self.batch_size, self.options.draws)
+        super().update()
 
     def kept(self) -> Mapping[str, Tensor]:
         """The buffers F and G, the rows of their items, and the class codes; B follows from them."""
-        class_codes = {f"{CODES}.{place}": level.codes.cpu() for place, level in enumerate(self.levels)}
-        return {**alternating.kept(self.local, PREFIX, self.buffers), **class_codes}
+        return {**super().kept(), **{f"{CODES}.{place}": level.codes.cpu() for place, level in enumerate(self.levels)}}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch:
@@ -217,14 +186,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
         kept = local.state.get(f"{CODES}.{place}")
         codes = first_codes(context, place, len(columns)) if kept is None else kept
         levels.append(Level(weight, labels[:, columns], codes.to(labels.device, copy=True)))
-    return Shdch(
-        options=options,
-        local=local,
-        batch_size=context.training.batch_size,
-        scale=alternating.factor(options.scale, context),
-        levels=levels,
-        buffers=alternating.buffers(local, PREFIX, lambda out: alternating.output(out, options.buffer)),
-    )
+    return Shdch(*alternating.begun(options, local, context), levels)
 
 
 def first_codes(context: Context, place: int, classes: int) -> Tensor:

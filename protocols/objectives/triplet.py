@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import LabelledBatches, Samples
+from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
 from protocols.parts.losses import unit
-from protocols.parts.options import check
 
 Distance = Literal["cosine", "euclidean"]
 Mining = Literal["random", "all", "hard", "nearest"]
@@ -35,14 +35,10 @@ class Options:
     """
 
     distance: Distance = "cosine"
-    margin: float = 0.5
+    margin: NonNegative = 0.5
     mining: Mining = "random"
     reduce: Reduce = "mean"
-    mu: float = 0.05
-
-    def __post_init__(self) -> None:
-        check("margin", self.margin, 0.0)
-        check("mu", self.mu, 0.0)
+    mu: NonNegative = 0.05
 
     def margin_for(self, bits: int) -> float:
         """The margin in units of the distance, for codes of ``bits`` bits."""
@@ -128,13 +124,13 @@ def loss(samples: Samples, options: Options, generator: np.random.Generator) -> 
     return ranked + options.mu * quantisation(codes, options.reduce)
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start the triplet base for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples, options, generator)
 
-    return LabelledBatches(local, context.training.batch_size, batch_loss)
+    return labelled_samples(local, context.training.batch_size, batch_loss)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(bits=48))

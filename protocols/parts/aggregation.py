@@ -6,7 +6,7 @@ a merge never depends on the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,16 @@ def module_slices(layout: Layout) -> dict[str, slice]:
 
     A silo may train only some modules of a branch: in FedSCMR a single-modality silo does not train the EnhanceNet.
     """
+    return slices_by(layout, lambda name: ".".join(name.split(".")[:2]))
+
+
+def slices_by(layout: Layout, owner: Callable[[str], str]) -> dict[str, slice]:
+    """Range in the flat buffer of all parameters whose name has the same owner, which are contiguous."""
     slices, offset = dict[str, slice](), 0
     for entry in layout.entries:
-        module = ".".join(entry.name.split(".")[:2])
-        start = slices[module].start if module in slices else offset
+        start = slices[owner(entry.name)].start if owner(entry.name) in slices else offset
         offset += entry.size
-        slices[module] = slice(start, offset)
+        slices[owner(entry.name)] = slice(start, offset)
     return slices
 
 
@@ -112,6 +116,11 @@ def sample_weights(samples: Sequence[int]) -> Tensor:
     """n_k / n over the replying silos -> float64 [M] (FedAvg, McMahan et al. 2017, algorithm 1)."""
     counts = torch.tensor(samples, dtype=torch.float64)
     return counts / counts.sum()
+
+
+def damped_of(weights: Tensor, replies: Sequence[Update]) -> Tensor:
+    """Weights [M] times the replies' factors, such as the damping of stale ones, renormalised."""
+    return damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
 
 
 def damped(weights: Tensor, factors: Tensor) -> Tensor:

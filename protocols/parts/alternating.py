@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ from fedmq.models.two_tower import Out
 from protocols.parts import training
 from protocols.parts.training import I64
 
+#: Prefix of the buffers' names in the silo's state.
+PREFIX = "base.buffer"
 #: How the batches of a pass are drawn.
 Draws = Literal["permutation", "fresh"]
 #: A tower's output without or with FedCAFE's memory; without a memory the two are the same.
@@ -40,6 +44,57 @@ def factor(scale: Scale, context: Context) -> float:
 def output(out: Out, which: Which) -> Tensor:
     """The selected output [B, r]."""
     return out.code if which == "enhanced" else out.plain
+
+
+@dataclass
+class Alternating(training.Work):
+    """A base loss that trains one tower at a time against buffers of both towers' outputs.
+
+    Args:
+        options: options of the base loss.
+        local: the silo.
+        batch_size: the scenario's batch size.
+        scale: factor of the loss.
+        buffers: [n, r] of each modality the silo has.
+    """
+
+    options: Any
+    local: Local
+    batch_size: int
+    scale: float
+    buffers: dict[Modality, Tensor]
+    codes: Tensor = field(init=False)  # common codes B [n, r]
+
+    def __post_init__(self) -> None:
+        self.codes = common_codes(self.buffers)
+
+    @abstractmethod
+    def loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
+        """Loss of a batch from its modality, its rows and the tower's outputs."""
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
+        """All batches of the image tower, then all of the text tower, then :meth:`update`."""
+        yield from passes(self.local, self.batch_size, self.options.draws, generator, self.loss)
+        self.update()
+
+    def update(self) -> None:
+        """New common codes B = sign(F + G)."""
+        self.codes = common_codes(self.buffers)
+
+    @property
+    def batches(self) -> int:
+        """Batches per pass of one tower."""
+        return batches(len(self.codes), self.batch_size, self.options.draws)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """The buffers F and G and the rows of their items; B follows from them."""
+        return kept(self.local, PREFIX, self.buffers)
+
+
+def begun(options: Any, local: Local, context: Context) -> tuple[Any, Local, int, float, dict[Modality, Tensor]]:
+    """Arguments of :class:`Alternating` for one task, with the buffers of the last one."""
+    held = buffers(local, PREFIX, lambda out: output(out, options.buffer))
+    return options, local, context.training.batch_size, factor(options.scale, context), held
 
 
 def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generator) -> Iterator[I64]:

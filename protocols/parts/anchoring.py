@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task, Update, take
 from fedmq.wire.payloads import ModalityPrototypes, Payload
 from protocols.parts import aggregation, prototypes, training
 from protocols.parts.losses import anchor
-from protocols.parts.options import check
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,9 @@ class AnchoringOptions:
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"single_modality=anchor": ("lambda_anc", "ema", "proto_unit")}
 
     single_modality: Literal["anchor", "idle"] = "anchor"
-    lambda_anc: float = 1.0
-    ema: float = 0.9
+    lambda_anc: NonNegative = 1.0
+    ema: Fraction = 0.9
     proto_unit: bool = True
-
-    def __post_init__(self) -> None:
-        check("lambda_anc", self.lambda_anc, 0.0)
-        check("ema", self.ema, 0.0, 1.0)
 
 
 def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:

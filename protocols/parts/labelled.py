@@ -56,48 +56,34 @@ class EveryLabelledBatch(training.Work):
     Args:
         local: the silo.
         batch_size: the scenario's batch size.
-        loss: returns the loss from a batch's image and text outputs, None for a modality the silo lacks, and float
-            labels [B, C].
-        rows: int64 [n], the silo's items to train on.
+        loss: returns the loss from a batch's image and text outputs, None for a modality the silo lacks, float labels
+            [B, C], and the task's generator.
+        rows: int64 [n], the silo's items to train on; None trains on all.
     """
 
     local: Local
     batch_size: int
-    loss: Callable[[Out | None, Out | None, Tensor], Tensor]
-    rows: training.I64
+    loss: Callable[[Out | None, Out | None, Tensor, np.random.Generator], Tensor]
+    rows: training.I64 | None = None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation; the last batch is kept."""
         caption = training.choose_captions(self.local, generator)
-        for places in training.batches(len(self.rows), self.batch_size, generator):
-            rows = self.rows[places]
-            yield training.Step(rows, caption, partial(self._of, training.labels_of(self.local, rows)))
+        held = np.arange(len(self.local.dataset)) if self.rows is None else self.rows
+        for places in training.batches(len(held), self.batch_size, generator):
+            rows = held[places]
+            yield training.Step(rows, caption, partial(self._of, training.labels_of(self.local, rows), generator))
 
-    def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
-        return self.loss(image, text, labels)
+    def _of(self, labels: Tensor, generator: np.random.Generator, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(image, text, labels, generator)
 
 
-@dataclass(frozen=True)
-class LabelledBatches(training.Work):
-    """One step per batch with a loss of :class:`Samples`.
+def labelled_samples(
+    local: Local, batch_size: int, loss: Callable[[Samples, np.random.Generator], Tensor]
+) -> EveryLabelledBatch:
+    """One step per batch with a loss of :class:`Samples` and the task's generator."""
 
-    Args:
-        local: the silo.
-        batch_size: the scenario's batch size.
-        loss: returns the loss from a batch's samples and the task's generator.
-    """
+    def batch_loss(image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
+        return loss(samples_of(image, text, labels), generator)
 
-    local: Local
-    batch_size: int
-    loss: Callable[[Samples, np.random.Generator], Tensor]
-
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
-        """One step per batch of a permutation."""
-        caption = training.choose_captions(self.local, generator)
-        for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
-            labels = training.labels_of(self.local, rows)
-
-            def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
-                return self.loss(samples_of(image, text, labels), generator)
-
-            yield training.Step(rows, caption, batch_loss)
+    return EveryLabelledBatch(local, batch_size, batch_loss)

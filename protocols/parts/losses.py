@@ -1,15 +1,21 @@
-"""Loss functions that several methods share, one function per equation.
+"""Loss functions that several methods share, one function per equation, and the options of InfoNCE.
 
 Numbers refer to RCSR (Retrieval-Centric Semantic Routing) unless said otherwise. Tensors are of any float precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from fedmq.config.sections import Positive
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Context
 
 EPSILON = 1e-12
 
@@ -88,3 +94,27 @@ def proximal_gradient(drift: Tensor, lambda_s: float) -> Tensor:
 def local_prototype(z: Tensor) -> Tensor:
     """Unit-length mean of embeddings [n, d] -> [d] (RCSR eq 6)."""
     return unit(z.mean(0))
+
+
+@dataclass(frozen=True)
+class TauOptions:
+    """The option of methods that train InfoNCE.
+
+    Args:
+        tau: temperature of InfoNCE; applies to the base ``info_nce`` only.
+    """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"objective.base=info_nce": ("tau",)}
+
+    tau: Positive = 0.07
+
+
+def refuse_other_bases(protocol: str, context: Context) -> None:
+    """Reject every base loss but ``info_nce``, for methods that define their own variant of it.
+
+    Raises:
+        InputError: the scenario's objective has another base.
+    """
+    base = context.objective.base
+    if base != "info_nce":
+        raise InputError("objective.base", base, f"info_nce, the base that {protocol}'s loss is a variant of")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.config.sections import Count, NonNegative, Positive
 from fedmq.federation.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.models.optimiser import FusedOptimiser
 from fedmq.seeds import torch_generator
@@ -18,10 +21,33 @@ from protocols.parts.losses import unit
 
 #: Name of the adapter among a silo's personal tensors: float32 [2, h, d], W1 and the transpose of W2.
 STATE = "personal_adapter"
+#: Datasets of a silo, each with the loss of a batch's personalised embeddings.
+Parts = Sequence[tuple[Local, training.LossFunction]]
 #: Initial standard deviation of W2; the paper says near zero.
 _STD = 1e-3
 #: Upper bound of the strength (eq 13).
 STRONGEST = 0.5
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Options of personal adapters.
+
+    Args:
+        lambda_p: strength of personalisation; this and all ``personal_*`` options apply only with personal adapters.
+        personal_onset: first round T_p in which adapters are fine-tuned.
+        personal_hidden: hidden width of an adapter.
+        personal_epochs: epochs of fine-tuning after each local training.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
+    """
+
+    BEGINS: ClassVar[Mapping[str, str]] = {"personal_onset": "the fine-tuning of personal adapters"}
+
+    lambda_p: Annotated[NonNegative, Field(le=STRONGEST)] = 0.2
+    personal_onset: Annotated[int, Field(ge=0)] = 50
+    personal_hidden: Count = 64
+    personal_epochs: Count = 1
+    personal_rate: Positive = 0.1
 
 
 def correction(z: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -57,11 +83,6 @@ def embed(z: Tensor, adapter: Tensor, strength_: float) -> Tensor:
     return unit(corrected(z, adapter[0], adapter[1].T, strength_))
 
 
-def kept(local: Local) -> dict[str, Tensor]:
-    """The silo's adapter for its state; empty if it has none yet."""
-    return {STATE: local.state[STATE]} if STATE in local.state else {}
-
-
 def encoders(local: Local, strength_: float) -> Encoders:
     """Encoders of the silo's model with its adapter, if it has one, applied to both towers' outputs (RCSR eq 12)."""
     shared, adapter = encoders_of(local.model), local.state.get(STATE)
@@ -73,28 +94,30 @@ def encoders(local: Local, strength_: float) -> Encoders:
     )
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """Fine-tuning of an adapter.
+def tuned_or_kept(
+    local: Local,
+    context: Context,
+    task: Task,
+    options: AdapterOptions,
+    strength_: Callable[[], float],
+    parts: Parts,
+) -> dict[str, Tensor]:
+    """The silo's adapter for its state, fine-tuned once personalisation has begun if there is anything to tune it on.
 
-    Args:
-        hidden: width h.
-        epochs: over the silo's samples, after each local training.
-        rate: learning rate as a fraction of the round's.
+    Arguments as in :func:`fine_tuned`; the strength is computed only if it is needed.
     """
-
-    hidden: int
-    epochs: int
-    rate: float
+    if task.round < options.personal_onset or not parts:
+        return {STATE: local.state[STATE]} if STATE in local.state else {}
+    return {STATE: fine_tuned(local, context, task, options, strength_(), parts)}
 
 
 def fine_tuned(
     local: Local,
     context: Context,
     task: Task,
-    tuning: Tuning,
+    options: AdapterOptions,
     strength_: float,
-    parts: Sequence[tuple[Local, Callable[[Tensor | None, Tensor | None], Tensor]]],
+    parts: Parts,
 ) -> Tensor:
     """Fine-tune the silo's adapter on its samples with the shared model frozen.
 
@@ -104,7 +127,7 @@ def fine_tuned(
         local: the silo; its model holds the locally trained parameters.
         context: optimiser and batch size.
         task: learning rate and seed.
-        tuning: see :class:`Tuning`.
+        options: width of the adapter, epochs and rate.
         strength_: s_k.
         parts: the silo's dataset, and its items that lack a modality, each with the loss of a batch's personalised
             embeddings.
@@ -114,10 +137,10 @@ def fine_tuned(
     """
     old = local.state.get(STATE)
     seed = torch_generator(context.seed, "personal", local.silo.name)
-    adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
-    steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
+    adapter = initial(context.dim, options.personal_hidden, seed) if old is None else old.clone()
+    steps = FusedOptimiser([adapter], context.training, task.learning_rate * options.personal_rate)
     generator = training.generator_of(context, local, task, "personal")
-    epochs = (part for _ in range(tuning.epochs) for part in parts)
+    epochs = (part for _ in range(options.personal_epochs) for part in parts)
     for part, loss in epochs:
         caption, least = training.choose_captions(part, generator), 1 + part.silo.paired
         for rows in training.batches(len(part.dataset), context.training.batch_size, generator, least):

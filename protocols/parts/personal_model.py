@@ -1,7 +1,11 @@
-"""Helpers for methods with personal models, and for methods that compare with the outputs of other models."""
+"""Methods with personal models: FedAvg of the shared layers only, and outputs of other models to compare with.
+
+Personal layers stay at their silos and are never sent, not even as zeros.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,14 +14,30 @@ from typing import Any
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedmq.config.sections import Modality
+from fedmq.data.silo_dataset import CaptionRows
 from fedmq.federation import protocol
-from fedmq.federation.protocol import Encoders, Local, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+    Update,
+    take,
+)
 from fedmq.models.hash_networks import Tower
 from fedmq.models.two_tower import Out
-from fedmq.wire.payloads import Model, Payload
-from protocols.parts import training
+from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
+from protocols import fedavg
+from protocols.parts import aggregation, training
 
 #: Name of a silo's personal parameters [P], or its personal layers, in the silo's state.
 OWN = "own_model"
@@ -142,3 +162,149 @@ def _picked(out: Out, rows: Tensor, tower: nn.Module) -> Out:
         # The sharpness grows with every epoch (DJSRH, JDSH), and the cached codes are from the task's first epoch.
         code = tower.squashed(raw)
     return Out(hidden, raw, code, None if out.logits is None else out.logits[rows])
+
+
+@dataclass(frozen=True)
+class References:
+    """A model's codes for all items of a silo, computed once per task, before training.
+
+    Args:
+        image: [n, r]; None without images.
+        text: codes of all captions; None without texts.
+    """
+
+    image: Tensor | None
+    text: CaptionRows | None
+
+    @classmethod
+    def by(cls, local: Local) -> References:
+        """The codes by the silo's current model."""
+        dataset = local.dataset
+
+        def codes(modality: Modality, items: Tensor) -> Tensor:
+            return torch.cat([out.code for out in training.in_blocks(local.model, modality, items)])
+
+        image = None if dataset.image is None else codes("image", dataset.image)
+        if dataset.text is None:
+            return cls(image, None)
+        return cls(image, replace(dataset.text, values=codes("text", dataset.text.values)))
+
+    def of(self, rows: training.I64, caption: training.I64 | None) -> list[Tensor]:
+        """Codes [B, r] of some rows for each modality, with the captions chosen by index int64 [n]."""
+        index = torch.from_numpy(rows)
+        codes = [] if self.image is None else [self.image[index]]
+        if self.text is not None and caption is not None:
+            codes.append(self.text[index, torch.from_numpy(caption[rows])])
+        return codes
+
+
+class PartialFedAvg(FederatedProtocol):
+    """FedAvg of the shared layers, the base of methods with personal layers.
+
+    The coordinator's theta covers the whole model, with initial values in the personal layers. A silo starts from its
+    personal layers after its last task, or from the initial ones.
+
+    Args:
+        options: the method's; FedAvg's defaults apply if they are no superset of FedAvg's.
+        context: context of the run.
+        modules: average each module like a branch, over the silos that train it.
+    """
+
+    def __init__(self, options: Any, context: Context, *, modules: bool = False) -> None:
+        self.options = options
+        self.context = context
+        anchored = options if isinstance(options, fedavg.AnchoredOptions) else fedavg.AnchoredOptions()
+        self.fedavg = fedavg.AnchoredFedAvg(anchored, context)
+        self.shared = tuple(self.layers_of(options, context))
+        self.personal = tuple(entry.name for entry in context.layout.entries if entry.name not in set(self.shared))
+        slices = aggregation.module_slices if modules else aggregation.branch_slices
+        self.branches = slices(context.layout.part(self.shared))
+
+    @staticmethod
+    @abstractmethod
+    def layers_of(options: Any, context: Context) -> Sequence[str]:
+        """Names of the shared layers, at least one, in the layout's order.
+
+        Raises:
+            InputError: the model has none, or the options do not fit it.
+        """
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """Only personal models are trained completely; the coordinator trains the shared layers alone."""
+        return Traits(personal_only=True, personalised=True)
+
+    def traits(self) -> Traits:
+        """As the options say, with the names of the shared layers."""
+        return replace(self.traits_of(self.options), shared_layers=self.shared)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """FedAvg's, with a PartialDelta instead of a Delta."""
+        return self.fedavg.uploads(silo) - {Delta} | {PartialDelta}
+
+    @override
+    def initial(self, theta: Tensor) -> State:
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The shared layers, and the global prototypes if anchoring is on."""
+        model = aggregation.partial_model(self.context.layout, self.shared, state.theta)
+        anchors = (
+            self.fedavg.anchoring.download(state.tensors) if isinstance(self.options, fedavg.AnchoredOptions) else ()
+        )
+        return (model, *anchors)
+
+    def parameters(self, local: Local, payloads: Sequence[Payload]) -> Tensor:
+        """The silo's whole model float32 [P]: downloaded shared layers and its personal layers."""
+        layout, theta = self.context.layout, local.model.initial()
+        personal = local.state.get(OWN)
+        if personal is not None and self.personal:
+            theta = aggregation.inserted(theta, layout, self.personal, personal)
+        received = aggregation.as_tensor(take(payloads, Model).buffer)
+        return aggregation.inserted(theta, layout, self.shared, received)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss over all layers; uploads the shared layers' change, keeps the personal ones."""
+        local.model.load(self.parameters(local, task.payloads))
+        base = local.model.flat.detach().clone()
+        work = self.fedavg.work(local, task)
+        outcome = training.train_epochs(local, self.context, task, base, work)
+        prototypes = self.fedavg.anchoring.report(local, task, filled=False)
+        up = (self.update(outcome.delta, len(local.dataset)), Loss(outcome.loss), *prototypes)
+        kept = {**({} if work is None else work.kept()), **self.kept(local)}
+        return Trained(up, kept, outcome.loss, work is None)
+
+    def update(self, delta: Tensor, samples: int) -> PartialDelta:
+        """Upload payload of the shared layers of a model's change [P]."""
+        layout = self.context.layout
+        change = aggregation.extract(delta, layout, self.shared)
+        return PartialDelta(layout.digest, self.shared, change.numpy(), samples)
+
+    def kept(self, local: Local) -> dict[str, Tensor]:
+        """The personal layers of the silo's current model, for its state."""
+        if not self.personal:
+            return {}
+        return {OWN: aggregation.extract(local.model.flat.detach().cpu(), self.context.layout, self.personal)}
+
+    @override
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
+        weights = self.fedavg.weights(replies)
+        merged = self.averaged(state, replies, weights)
+        return MergeResult(replace(merged, tensors=self.fedavg.anchoring.averaged(state.tensors, replies, weights)))
+
+    def averaged(self, state: State, replies: Sequence[Update], weights: Tensor) -> State:
+        """The state with the weighted average of the shared layers' updates added.
+
+        Args:
+            state: state before the merge.
+            replies: replies in the fixed silo order.
+            weights: float64 [M], sum 1.
+        """
+        layout = self.context.layout
+        before = aggregation.extract(state.theta, layout, self.shared)
+        after = aggregation.merge_updates(before, replies, weights, self.branches, self.fedavg.options.branch_renorm)
+        return replace(state, theta=aggregation.inserted(state.theta, layout, self.shared, after))
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""
+        return encoders_of(local, self.parameters(local, payloads))

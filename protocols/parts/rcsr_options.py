@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
+
+from fedmq.config.options import OptionError
+from fedmq.config.sections import Count, Fraction, NonNegative, Positive
 from protocols.parts import personal_adapter
-from protocols.parts.options import check
+from protocols.parts.losses import TauOptions
 
 
 @dataclass(frozen=True)
-class RcsrOptions:
+class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     """Options of RCSR; defaults are the paper's values, and ours where the paper leaves them open.
 
     Args:
@@ -30,7 +34,6 @@ class RcsrOptions:
         filler: replacement at the coordinator for the prototype of a missing modality: the global prototype
             (``ema``), a ``zero`` vector, or a vector ``learned`` with the router (our reading: the paper does not say
             where it is trained).
-        tau: temperature of InfoNCE.
         lambda_anc: weight of the anchoring loss; only with ``anchor``.
         lambda_a: weight of the prototype regulariser (lambda_align in the paper's table); only with ``client_align``.
         lambda_s: weight of the proximal term, a squared norm as printed in eq 4.
@@ -47,7 +50,8 @@ class RcsrOptions:
         eq9_half: halve eq 9, as the released code does.
         router_softplus: apply softplus to the router's loss, as the released code does.
         router_rate: learning rate of the router's Adam optimiser.
-        router_mask: ``input`` hides fillers from the router, ``none`` shows them.
+        router_mask: ``input`` hides fillers from the router, ``none`` shows them; its input (``tokens`` in
+            ``protocols/parts/router.py``) is both prototypes, their cosine, geometry, mask and loss.
         router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
             in the ``table`` of last statistics, with the reporters' weights renormalised; the table gives useful
             weights when a merge has few replies. A single reply has weight 1 either way, with or without ``minimax``:
@@ -69,11 +73,6 @@ class RcsrOptions:
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
         personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
             ``router`` weights (eq 13).
-        lambda_p: strength of personalisation; like all ``personal_*`` options, only if ``personal`` is not ``none``.
-        personal_onset: first round T_p in which adapters are fine-tuned.
-        personal_hidden: hidden width of an adapter.
-        personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
         s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
             15 reporters all plain weights are near 1/15 and eq 13 is nearly constant. Only with ``personal: router``.
     """
@@ -93,58 +92,42 @@ class RcsrOptions:
     }
     BEGINS: ClassVar[Mapping[str, str]] = {
         "warmup": "the router and the clusters of prototypes",
-        "personal_onset": "the fine-tuning of personal adapters",
+        **personal_adapter.AdapterOptions.BEGINS,
     }
 
     router: bool | Literal["uniform"] = True
     minimax: bool = True
     client_align: bool = True
     anchor: bool | Literal["multi"] = True
-    anchor_centroids: int = 16
-    anchor_support: int = 4
+    anchor_centroids: Count = 16
+    anchor_support: Count = 4
     filler: Literal["ema", "zero", "learned"] = "ema"
-    tau: float = 0.07
-    lambda_anc: float = 1.0
-    lambda_a: float = 0.1
-    lambda_s: float = 0.01
-    warmup: int = 20
-    ema: float = 0.9
+    lambda_anc: NonNegative = 1.0
+    lambda_a: NonNegative = 0.1
+    lambda_s: NonNegative = 0.01
+    warmup: Annotated[int, Field(ge=0)] = 20
+    ema: Fraction = 0.9
     proto_unit: bool = True
     masked_ema: bool = True
-    beta1: float = 1.0
-    beta2: float = 1.0
-    beta4: float = 0.2
-    beta5: float = 0.3
+    beta1: NonNegative = 1.0
+    beta2: NonNegative = 1.0
+    beta4: NonNegative = 0.2
+    beta5: NonNegative = 0.3
     masked_pc: bool = True
     eq9_half: bool = False
     router_softplus: bool = False
-    router_rate: float = 1e-3
+    router_rate: Positive = 1e-3
     router_mask: Literal["input", "none"] = "input"
     router_over: Literal["reporters", "table"] | None = None
-    fair_eta: float = 0.1
-    fair_tau: float = 0.1
-    fair_ema: float = 0.9
+    fair_eta: NonNegative = 0.1
+    fair_tau: NonNegative = 0.1
+    fair_ema: Fraction = 0.9
     fair_update: Literal["entropic", "paper", "code"] = "entropic"
     fair_center: bool = True
     branch_renorm: bool = True
     personal: Literal["none", "fixed", "router"] = "none"
-    lambda_p: float = 0.2
-    personal_onset: int = 50
-    personal_hidden: int = 64
-    personal_epochs: int = 1
-    personal_rate: float = 0.1
     s_norm: Literal["plain", "relative"] = "plain"
 
     def __post_init__(self) -> None:
-        for name in ("tau", "router_rate", "personal_rate"):
-            check(name, getattr(self, name), 0.0, open_low=True)
-        for name in ("anchor_centroids", "anchor_support", "personal_hidden", "personal_epochs"):
-            check(name, getattr(self, name), 1)
-        for name in ("lambda_anc", "lambda_a", "lambda_s", "fair_eta", "fair_tau", "warmup", "personal_onset"):
-            check(name, getattr(self, name), 0.0)
-        if self.fair_update == "entropic":
-            check("fair_eta times fair_tau", self.fair_eta * self.fair_tau, 0.0, 1.0)
-        for order in (1, 2, 4, 5):
-            check(f"beta{order}", getattr(self, f"beta{order}"), 0.0)
-        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", personal_adapter.STRONGEST)):
-            check(name, getattr(self, name), 0.0, most)
+        if self.fair_update == "entropic" and self.fair_eta * self.fair_tau > 1:
+            raise OptionError("fair_eta times fair_tau", self.fair_eta * self.fair_tau, "at least 0 and at most 1")

@@ -40,11 +40,6 @@ def mean_square(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).square().mean()
 
 
-def codes(image: Out | None, text: Out | None) -> tuple[Tensor | None, Tensor | None]:
-    """Relaxed codes [B, r] of a batch; None for a tower that was not run."""
-    return None if image is None else image.code, None if text is None else text.code
-
-
 def affinity(features: Tensor) -> Tensor:
     """S_m = 2 F F^T - 1 with the rows of F [B, d] normalised -> [B, B] (DJSRH, JDSH)."""
     return 2 * cosines(features, features) - 1
@@ -237,7 +232,7 @@ class Reconstruction(training.Work):
                 similar = self.target(*(features.to(device) for features in batch_features(self.local, rows, caption)))
 
                 def batch_loss(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
-                    return self.loss(*codes(image, text), similar)
+                    return self.loss(*training.codes(image, text), similar)
 
                 yield training.Step(rows, caption, batch_loss)
 

@@ -105,7 +105,11 @@ def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, 
         rows: int64 [B].
         caption: int64 [n], the caption index of every item; None if the silo has no text.
     """
-    image, text = outputs(local, rows, caption)
+    return codes(*outputs(local, rows, caption))
+
+
+def codes(image: Out | None, text: Out | None) -> tuple[Tensor | None, Tensor | None]:
+    """Codes [B, d] of a batch; None for a tower that was not run."""
     return None if image is None else image.code, None if text is None else text.code
 
 
@@ -218,7 +222,7 @@ class EveryBatch(Work):
         return batch_count(len(self.local.dataset), self.batch_size, self.least)
 
     def _loss(self, image: Out | None, text: Out | None) -> Tensor:
-        return self.loss(None if image is None else image.code, None if text is None else text.code)
+        return self.loss(*codes(image, text))
 
 
 def labels_of(local: Local, rows: I64) -> Tensor:

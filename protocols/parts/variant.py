@@ -14,23 +14,20 @@ from fedmq.federation.protocol import (
     Encoders,
     FederatedProtocol,
     Local,
-    MergeResult,
     SiloFacts,
-    State,
     Task,
     Trained,
     Traits,
-    Update,
     take,
 )
 from fedmq.wire.payloads import Delta, Payload
-from protocols.fedavg import AnchoredFedAvg, AnchoredOptions, FedAvg, FedAvgOptions
+from protocols.fedavg import AnchoredFedAvg, AnchoredOptions, FedAvg
 from protocols.parts import training
 
 Opts = TypeVar("Opts")
 
 
-class Variant(FederatedProtocol):
+class Variant(AnchoredFedAvg):
     """FedAvg with the changes given to :func:`variant`."""
 
     extra_loss: ClassVar[Callable[[Any, Context, Local, Task], training.Extra | None] | None] = None
@@ -39,52 +36,34 @@ class Variant(FederatedProtocol):
 
     def __init__(self, options: Any, context: Context) -> None:
         self.refuse(options, context)
-        self.options = options
-        self.context = context
-        base = self.fedavg_options(options)
-        self.fedavg = AnchoredFedAvg(base, context) if isinstance(base, AnchoredOptions) else FedAvg(base, context)
+        super().__init__(self.fedavg_options(options), context)
+        self.changed = options
 
     @staticmethod
     def refuse(options: Any, context: Context) -> None:
         """Refuse nothing."""
 
     @staticmethod
-    def fedavg_options(options: Any) -> FedAvgOptions:
+    def fedavg_options(options: Any) -> AnchoredOptions:
         """The method's options, a superset of FedAvg's."""
-        chosen: FedAvgOptions = options
+        chosen: AnchoredOptions = options
         return chosen
 
     @override
     def traits(self) -> Traits:
-        return self.traits_of(self.options)
-
-    @override
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        return self.fedavg.uploads(silo)
-
-    @override
-    def initial(self, theta: Tensor) -> State:
-        return self.fedavg.initial(theta)
-
-    @override
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        return self.fedavg.task(state, silo)
+        return self.traits_of(self.changed)
 
     def train(self, local: Local, task: Task) -> Trained:
         """FedAvg's local epochs with the extra loss; adds the method's tensors to the silo's state."""
         changes = type(self)  # accessed on the instance, the functions would be bound methods
         if changes.local_training is not None:
-            return changes.local_training(self.fedavg, self.options, local, task)
-        extra = None if changes.extra_loss is None else changes.extra_loss(self.options, self.context, local, task)
-        trained = self.fedavg.trained(local, task, extra=extra)
+            return changes.local_training(self, self.changed, local, task)
+        extra = None if changes.extra_loss is None else changes.extra_loss(self.changed, self.context, local, task)
+        trained = self.trained(local, task, extra=extra)
         if changes.kept is None:
             return trained
-        kept = changes.kept(self.options, local, has_trained(self.fedavg, local, task, trained))
+        kept = changes.kept(self.changed, local, has_trained(self, local, task, trained))
         return replace(trained, state={**trained.state, **kept})
-
-    @override
-    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
-        return self.fedavg.merge(state, replies, round_)
 
 
 def has_trained(method: FedAvg, local: Local, task: Task, trained: Trained) -> bool:
@@ -101,14 +80,13 @@ def variant(
     eligible: Callable[[SiloFacts], bool] | None = None,
     traits: Callable[[Opts], Traits] | None = None,
     encoders: Callable[[Local, Sequence[Payload]], Encoders] | None = None,
-    fedavg_options: Callable[[Opts], FedAvgOptions] | None = None,
+    fedavg_options: Callable[[Opts], AnchoredOptions] | None = None,
     refuse: Callable[[Opts, Context], None] | None = None,
 ) -> type[FederatedProtocol]:
     """Define a method as FedAvg with the given changes.
 
     Args:
-        options: its options, a frozen dataclass; a subclass of FedAvgOptions, or of AnchoredOptions to anchor
-            single-modality silos, unless ``fedavg_options`` is given.
+        options: its options, a frozen dataclass; a subclass of AnchoredOptions unless ``fedavg_options`` is given.
         extra_loss: called once per task; returns the term added to the base loss in each batch's main step, or None.
         kept: returns the tensors a silo keeps after local training; called with the silo, whose model is the trained
             one and whose state is from before the task, and whether it trained.

@@ -92,13 +92,17 @@ class Log:
         self.run, self.key = run, key
 
     def sign(self, at):
-        statement = f"fedmq log 1\n{self.run}\n{self.name}\n{self.count}\n{self.head}\n"
-        self.write(action="signed", at=at, signature=self.key.sign(statement.encode()).hex())
+        record = self.next() | {"action": "signed", "at": at}
+        statement = f"fedmq log 1\n{self.run}\n" + json.dumps(record, sort_keys=True, separators=(",", ":"))
+        self.write(**record, signature=self.key.sign(statement.encode()).hex())
 
-    def write(self, **record):
+    def next(self):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self.wall = max(now, self.wall)  # this machine's clock may be set back
-        record |= {"n": self.count, "process": self.name, "wall": self.wall, "previous": self.head}
+        return {"n": self.count, "process": self.name, "wall": self.wall, "previous": self.head}
+
+    def write(self, **record):
+        record = self.next() | record
         body = json.dumps(record, sort_keys=True, separators=(",", ":"))
         self.head = record["hash"] = hashlib.sha256((self.head + body).encode()).hexdigest()
         self.file.write(json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n")
@@ -333,8 +337,8 @@ class Silo:
                 case "layout":
                     self.layout = plain["layout"]
                 case "task":
-                    settled, number = plain["task"]["settled"], header["sequence"]
-                    self.replies = {each: reply for each, reply in self.replies.items() if each > settled}
+                    committed, number = plain["task"]["committed"], header["sequence"]
+                    self.replies = {each: reply for each, reply in self.replies.items() if each > committed}
                     if number not in self.replies:  # a task that comes again has the same reply
                         self.replies[number] = self.trained(plain["task"], dict(plain["payloads"]))
                     self.send("reply", self.replies[number], **answer)

@@ -17,10 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
+from fedmq.data.labels import is_whole
 from fedmq.data.readers import formats
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.image_sets import is_leftover
+from fedmq.encoders.image_sets import Stack, is_leftover
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -42,7 +44,6 @@ WORDS: Mapping[Role, frozenset[str]] = {
     "text": frozenset({"t", "y", "txt", "txts", "text", "texts", "tag", "tags", "sentence", "sentences", "bow"}),
     "image": frozenset({"i", "f", "x", "img", "imgs", "image", "images"}),
 }
-_FLAGS: tuple[Literal["matlab", "strings", "integers", "hdf5"], ...] = ("matlab", "strings", "integers", "hdf5")
 _LIBRARIES = ("h5py", "scipy.io", "scipy.sparse")
 
 
@@ -83,6 +84,14 @@ class Stored:
         array: Array = _from(self.path, self.place, formats.read_array, self.path, *about)
         return array
 
+    def vector(self, n: int) -> Array:
+        """Read a value for each of n items, which MATLAB stores as a matrix, of strings with spaces or of doubles."""
+        value = self.read()
+        value = value.reshape(-1) if value.shape in ((n, 1), (1, n)) else value
+        if value.dtype.kind in "US":
+            return np.char.strip(value)
+        return value.astype(np.int64) if value.dtype.kind == "f" and is_whole(value) else value
+
     def numbers(self) -> Array:
         """Read the whole array, which must be numeric.
 
@@ -113,7 +122,10 @@ def list_arrays(path: Path, also: str = "split") -> list[Stored]:
         InputError: the file is missing, truncated or unreadable.
     """
     listed: list[formats.Listed] = _from(path, str(path), formats.list_arrays, path, also)
-    return [Stored(path, about["key"], tuple(about["shape"]), *(about[name] for name in _FLAGS)) for about in listed]
+    return [
+        Stored(path, it["key"], tuple(it["shape"]), it["matlab"], it["strings"], it["integers"], it["hdf5"])
+        for it in listed
+    ]
 
 
 def _array_files_in(folder: Path) -> list[Path]:
@@ -299,8 +311,8 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 
 @dataclass(frozen=True)
-class PixelArray:
-    """Images in one stored array, for ``image_sets.StoredImages``; images in an HDF5 file are read one by one.
+class PixelArray(Stack):
+    """Images in one stored array; images in an HDF5 file are read one by one.
 
     Args:
         stored: array of four dimensions: images first or last, and three channels before or after height and width.
@@ -318,13 +330,13 @@ class PixelArray:
         """Name of the array in error messages."""
         return self.stored.place
 
+    @override
     def name(self, row: int) -> str:
-        """Name of one image in error messages."""
         return f"{self.place}[{row}]"
 
     @cached_property
+    @override
     def stamp(self) -> str:
-        """The digest of the file, and the array's name."""
         return f"{file_digests([self.stored.path])[0]}|{self.stored.key}"
 
     @cached_property
@@ -362,12 +374,8 @@ class PixelArray:
                 self.image(row)
         return self
 
+    @override
     def image(self, row: int) -> Pixels:
-        """Read one image: uint8 [height, width, 3].
-
-        Raises:
-            InputError: the image cannot be read, or its values are not integers from 0 to 255.
-        """
         image = self._stored(row)
         if image.ndim != 3:
             raise InputError(self.name(row), f"{image.dtype} {list(image.shape)}", _ALLOWED)

@@ -31,6 +31,8 @@ from fedmq.data.readers.array_files import (
 from fedmq.data.readers.folders import (
     WIKIPEDIA_CLASSES,
     WIKIPEDIA_LISTS,
+    mirflickr_photos,
+    nuswide_photos,
     wikipedia_lists,
     wikipedia_photos,
     wikipedia_split,
@@ -47,11 +49,6 @@ LABELLED = frozenset({"mirflickr", "nuswide", "wikipedia", "pascal"})
 LEVELS: Mapping[str, tuple[int, int]] = {"fashionvc": (8, 27), "ssense": (4, 28)}
 
 
-def _integral(value: Array) -> bool:
-    """Whether all values are integers below 2^31."""
-    return bool((np.abs(value) < 2**31).all()) and np.array_equal(value, np.round(value))
-
-
 def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
     """The ``split`` array stored in a file or folder, uint8 [n]; None if there is none.
 
@@ -61,15 +58,7 @@ def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
     stored = next((array for file in files_of(path) for array in list_arrays(file) if array.key == "split"), None)
     if stored is None:
         return None
-    value = stored.read()
-    # MATLAB stores vectors as matrices, pads strings with spaces and keeps numbers as doubles.
-    if value.shape in ((n, 1), (1, n)):
-        value = value.reshape(-1)
-    if value.dtype.kind in "US":
-        value = np.char.strip(value)
-    elif value.dtype.kind == "f" and _integral(value):
-        value = value.astype(np.int64)
-    return split_codes(stored.path, value, n)
+    return split_codes(stored.path, stored.vector(n), n)
 
 
 def _stored_column(path: Path, column: str, sizes: Mapping[str, int]) -> Array:
@@ -86,12 +75,7 @@ def _stored_column(path: Path, column: str, sizes: Mapping[str, int]) -> Array:
     stored = next((array for array in listed if array.key == column), None)
     if stored is None:
         raise InputError(place, f"arrays {', '.join(array.key for array in listed)}", "an array of this name")
-    value = stored.read()
-    if value.shape in ((sizes["all"], 1), (1, sizes["all"])):
-        value = value.reshape(-1)  # a vector, as MATLAB stores it
-    if value.dtype.kind in "US":
-        return np.char.strip(value)
-    return value.astype(np.int64) if value.dtype.kind == "f" and _integral(value) else value
+    return stored.vector(sizes["all"])
 
 
 def _flat_labels(stored: Stored, n: int) -> Array:
@@ -258,12 +242,18 @@ def holds_pixels(data: Data) -> bool:
 
 
 def read_wikipedia(data: Data) -> RawSet:
-    """Read Wikipedia, as distributed or as arrays of pixels, texts and labels (FedUCH's ``WikiPedia.mat``).
-
-    Raises:
-        InputError: as :func:`read_pixels` and ``folders.wikipedia_photos``.
-    """
+    """Read Wikipedia, as distributed or as arrays of pixels, texts and labels (FedUCH's ``WikiPedia.mat``)."""
     return read_pixels(data) if holds_pixels(data) else wikipedia_photos(data)
+
+
+def read_mirflickr(data: Data) -> RawSet:
+    """Read MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels."""
+    return read_pixels(data) if holds_pixels(data) else mirflickr_photos(data)
+
+
+def read_nuswide(data: Data) -> RawSet:
+    """Read NUS-WIDE-21, as distributed or as arrays of pixels, tags and labels."""
+    return read_pixels(data) if holds_pixels(data) else nuswide_photos(data)
 
 
 def read_pixels(data: Data) -> RawSet:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.item_modalities import Present, presence
-from fedmq.data.labels import labels_of, unique_strings
-from fedmq.data.prepared_arrays import first_rows
+from fedmq.data.labels import labels_of, strings_in, unique_strings
+from fedmq.data.prepared_arrays import Present, first_rows, presence
 from fedmq.data.readers.array_files import Stored, list_arrays, meaning
 from fedmq.data.splits import draw_split, first_of_equals, same_rows, split_codes
 from fedmq.data.warnings import NOTHING, DataWarnings, of_vectors
@@ -113,12 +112,15 @@ def _present(path: Path, arrays: Mapping[str, Array], n: int) -> Present | None:
     return found
 
 
-def _floats(
+def floats(
     path: Path, name: str, value: Array, dimensions: tuple[int, ...], present: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float32]:
     """Convert features to float32, in which all values must be finite.
 
     Rows that are not ``present`` [n] may hold any values and become zero.
+
+    Raises:
+        InputError: another shape or dtype, or a value that is not finite.
     """
     allowed = f"{' or '.join(map(str, dimensions))} dimensions, none of size 0"
     if value.ndim not in dimensions or 0 in value.shape:
@@ -156,15 +158,6 @@ def _check_lengths(path: Path, name: str, vectors: npt.NDArray[np.float32], item
         found = f"a vector in row {items[wrong[0]]} whose largest value is {largest[wrong[0]]:.2g}"
         allowed = f"vectors of zeros, or with a largest value from {_SMALLEST:g} to {_LARGEST:g}; scale the features"
         raise InputError(f"{path}: {name}", found, allowed)
-
-
-def image_rows(path: Path, value: Array) -> npt.NDArray[np.float32]:
-    """Image features as float32 [n, d], finite.
-
-    Raises:
-        InputError: another shape or dtype, or a value that is not finite.
-    """
-    return _floats(path, "image", value, (2,))
 
 
 def _captions(
@@ -224,13 +217,8 @@ def _check_axes(path: Path, shape: tuple[int, ...], captions: npt.NDArray[np.int
 
 
 def _values(path: Path, name: str, value: Array, n: int) -> tuple[str, ...]:
-    """The values of the key by which the partition distributes the items."""
-    if value.shape != (n,) or value.dtype.kind not in "USiu":
-        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings or whole numbers [{n}]")
-    try:
-        return tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
+    """The values of the key by which the partition distributes the items: strings or whole numbers."""
+    return strings_in(f"{path}: {name}", value.astype(np.str_) if value.dtype.kind in "iu" else value, n)
 
 
 def _with_absent(path: Path, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -267,8 +255,8 @@ def checked(
     if arrays["text"].ndim and len(arrays["text"]) != n:
         raise InputError(f"{path}: text", f"{len(arrays['text'])} items", f"as many as image has, {n}")
     present = _present(path, arrays, n)
-    image = _floats(path, "image", arrays["image"], (2,), None if present is None else present[:, 0])
-    text = _floats(path, "text", arrays["text"], (2, 3), None if present is None else present[:, 1])
+    image = floats(path, "image", arrays["image"], (2,), None if present is None else present[:, 0])
+    text = floats(path, "text", arrays["text"], (2, 3), None if present is None else present[:, 1])
     if n < 2:
         raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
     text = text if text.ndim == 3 else text[:, None, :]

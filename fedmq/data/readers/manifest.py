@@ -1,4 +1,4 @@
-"""Read any data set described by a CSV, TSV or JSONL file with the image, captions, labels and split of each item.
+"""Read a user's own images and captions: a list in CSV, TSV or JSONL, or a folder.
 
 CSV: a header line with ``image``, ``captions`` (or ``caption``) or both, and any of ``labels``, ``split``, ``key``.
 An item may lack its image or its captions; their fields are then empty. Several captions or labels of an item are
@@ -9,6 +9,8 @@ frames are read as for MSR-VTT. Relative paths are relative to the file's folder
 
 The columns of other programs are understood, too: ``filepath`` and ``title`` of open_clip, ``file_name`` and ``text``
 of Hugging Face. A ``title`` or ``text`` is one caption, whatever characters are in it.
+
+A folder has such a list, ``metadata.csv`` or ``metadata.jsonl``, or a text file next to each image.
 """
 
 from __future__ import annotations
@@ -19,158 +21,140 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
-from fedmq.data.readers.cells import MISSING, captions_of, labels_of, one_label, one_text
-from fedmq.data.splits import split_numbers
-from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, is_folder
+from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, not_read, read_text, refuse_keys, whole
+from fedmq.data.readers.texts import MISSING, captions_in_cell, labels_in_cell, lines_of, texts_of
+from fedmq.data.splits import SPLIT_NAMES, split_numbers, splits_of_names
+from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, files_below, is_folder, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS
 from fedmq.errors import InputError
+from fedmq.storage.regular_files import check_regular
 
 #: Fields with the path of the image, the first of which is this project's own.
 IMAGES = ("image", "filepath", "file_name")
 #: Fields with one caption, in the files of other programs.
 SINGLE_CAPTIONS = ("title", "text")
 CAPTIONS = ("captions", "caption", *SINGLE_CAPTIONS)
-KNOWN = (*IMAGES, *CAPTIONS, "labels", "label", "split", "key")
+LABELS = ("labels", "label")
+KNOWN = (*IMAGES, *CAPTIONS, *LABELS, "split", "key")
+#: Lists of captions in a folder of images.
+METADATA = ("metadata.csv", "metadata.jsonl")
+_UNLISTED = "images that the list does not name"
+#: Maximum size of the text file with an image's captions [bytes].
+MAX_CAPTIONS = 1 << 20
 
-#: Field values of one item by name, not yet validated.
-Record = Mapping[str, object]
+
+# --- lines of a list ------------------------------------------------------------------------------------------------
 
 
-def _csv(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
+@dataclass
+class Line:
+    """The fields of a line, not yet validated.
+
+    Args:
+        place: file and number of the line, for error messages.
+        number: number of the line.
+        captions: captions in order.
+        labels: labels in order.
+        others: values of the other fields by name; the path of the image is ``image``.
+    """
+
+    place: str
+    number: int
+    captions: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    others: dict[str, object] = field(default_factory=dict)
+
+    def add(self, name: str, value: object, *, cell: bool) -> None:
+        """Add a field.
+
+        Args:
+            name: its name.
+            value: its value.
+            cell: the value is a cell of a table, which may hold several captions or labels.
+        """
+        place = f"{self.place}: {name}"
+        if name in IMAGES:
+            self.others["image"] = value
+        elif name in SINGLE_CAPTIONS and isinstance(value, str):
+            self.captions += [] if cell and value.strip() in MISSING else [value]
+        elif name in CAPTIONS:
+            self.captions += captions_in_cell(place, str(value)) if cell else texts_of(place, value)
+        elif name in LABELS:
+            self.labels += labels_in_cell(place, str(value)) if cell else texts_of(place, value, label=True)
+        else:
+            self.others[name] = value
+
+
+def _in_table(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[Line]:
     text = read_text(path)
     # Files of open_clip have tabs, whatever their extension.
     tabs = path.suffix.lower() == ".tsv" or "\t" in text.partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
     try:
         header = next(reader, [])
-        _check_header(f"{path}: line 1", header, more, strict=strict)
-        for fields in reader:
-            if not fields:
-                continue
+        known = _known(f"{path}: line 1", header, more, strict=strict)
+        if header and not {*IMAGES, *CAPTIONS} & known:
+            allowed = "a column image, with paths of images, or captions"
+            raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", allowed)
+        for fields in filter(None, reader):
+            line = Line(f"{path}: line {reader.line_num}", reader.line_num)
             # A truncated line would silently lose labels.
             if len(fields) != len(header):
                 allowed = f"as many fields as the header has, {len(header)}"
-                raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
-            single, several = dict[str, str](), dict[str, list[str]]()
+                raise InputError(line.place, f"{len(fields)} fields", allowed)
             for name, value in zip(header, fields, strict=True):
-                if name in IMAGES:
-                    single["image"] = value
-                elif name in ("split", "key", *more):
-                    single[name] = value
-                elif name in CAPTIONS:
-                    # The columns of captions are joined in column order.
-                    place = f"{path}: line {reader.line_num}: {name}"
-                    found = _one(value) if name in SINGLE_CAPTIONS else captions_of(place, value)
-                    several.setdefault(CAPTIONS[0], []).extend(found)
-                elif name in KNOWN:
-                    several.setdefault(name, []).extend(labels_of(f"{path}: line {reader.line_num}: {name}", value))
-            yield reader.line_num, {**single, **several}
+                if name in known:
+                    line.add(name, value, cell=True)
+            yield line
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
 
 
-def _one(cell: str) -> list[str]:
-    """The caption in a cell that holds one; none if it says ``nan``."""
-    return [] if cell.strip() in MISSING else [cell]
+def _unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]!r} twice")
+    return dict(pairs)
 
 
-def _check_header(place: str, header: Sequence[str], more: tuple[str, ...], *, strict: bool) -> None:
-    """Refuse columns that are unknown, given twice, or without images and captions."""
-    twice = [name for name, count in Counter(header).items() if count > 1 and name not in CAPTIONS]
+def _in_objects(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[Line]:
+    for number, text in enumerate(read_text(path).split("\n"), 1):
+        if not text.strip():
+            continue
+        line = Line(f"{path}: line {number}", number)
+        try:
+            record = json.loads(text, object_pairs_hook=_unique_fields)
+        except (ValueError, RecursionError) as error:
+            raise InputError(line.place, str(error), "valid JSON, each field once") from None
+        if not isinstance(record, dict):
+            raise InputError(line.place, type(record).__name__, "an object")
+        known = _known(line.place, list(record), more, strict=strict)
+        for name in dict.fromkeys((*CAPTIONS, *record)):
+            if name in known:
+                line.add(name, record[name], cell=False)
+        yield line
+
+
+def _known(place: str, names: Sequence[str], more: tuple[str, ...], *, strict: bool) -> set[str]:
+    """The fields that are read; refuses those given twice and, unless other programs made the list, unknown ones."""
+    twice = [name for name, count in Counter(names).items() if count > 1 and name not in CAPTIONS]
     if twice:
         raise InputError(place, f"{twice[0]!r} twice", "each column once; only captions may have several")
-    if len(named := [name for name in header if name in IMAGES]) > 1:
-        raise InputError(place, f"columns {' and '.join(named)}", "one column with the paths of images")
-    unknown = [name for name in header if name not in (*KNOWN, *more)]
-    if unknown and strict:
-        raise InputError(place, unknown[0], f"fields {', '.join((*KNOWN, *more))}")
-    if header and not {*IMAGES, *CAPTIONS} & set(header):
-        allowed = "a column image, with paths of images, or captions"
-        raise InputError(place, f"columns {', '.join(header)}", allowed)
+    if len(named := [name for name in names if name in IMAGES]) > 1:
+        raise InputError(place, f"{' and '.join(named)}", "one field with the path of the image")
+    allowed = (*KNOWN, *more)
+    if strict and (unknown := [name for name in names if name not in allowed]):
+        raise InputError(place, unknown[0], f"fields {', '.join(allowed)}")
+    return set(names) & set(allowed)
 
 
-def _unique_fields(pairs: list[tuple[str, object]]) -> Record:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} twice")
-    return record
+READERS = {".csv": _in_table, ".tsv": _in_table, ".jsonl": _in_objects, ".ndjson": _in_objects}
 
 
-def _jsonl(path: Path, more: tuple[str, ...], *, strict: bool) -> Iterator[tuple[int, Record]]:
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                record = json.loads(line, object_pairs_hook=_unique_fields)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}: line {number}", str(error), "valid JSON, each field once") from None
-            if not isinstance(record, dict):
-                raise InputError(f"{path}: line {number}", type(record).__name__, "an object")
-            _check_texts(f"{path}: line {number}", record)
-            yield number, _own_names(f"{path}: line {number}", record, more, strict=strict)
-
-
-def _own_names(place: str, record: Record, more: tuple[str, ...], *, strict: bool) -> Record:
-    """A record of JSON in which the image has this project's name, without unknown fields unless these are errors."""
-    if len(named := [name for name in record if name in IMAGES]) > 1:
-        raise InputError(place, f"fields {' and '.join(named)}", "one field with the path of the image")
-    unknown = [name for name in record if name not in (*KNOWN, *more)]
-    if unknown and strict:
-        raise InputError(place, str(unknown[0]), f"fields {', '.join((*KNOWN, *more))}")
-    kept = {name: value for name, value in record.items() if name not in unknown}
-    return {"image" if name in IMAGES else name: value for name, value in kept.items()}
-
-
-def _check_texts(place: str, record: Record) -> None:
-    """Refuse captions and labels of JSON that look like lists but are texts."""
-    for name in (*CAPTIONS, "labels", "label"):
-        value, label = record.get(name), name not in CAPTIONS
-        if isinstance(value, str):
-            _ = one_label(f"{place}: {name}", value) if label else one_text(f"{place}: {name}", value, label=False)
-        for item in value if isinstance(value, list) else ():
-            if isinstance(item, str):
-                one_text(f"{place}: {name}", item, label=label)
-
-
-def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
-    """The distinct non-empty strings of the given fields, in order."""
-    strings: list[str] = []
-    for name in names:
-        value = record.get(name)
-        value = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise InputError(f"{place}: {name}", repr(value)[:80], "a string or a list of strings")
-        strings += [whole(item.strip(), f"{place}: {name}") for item in value]
-    return tuple(dict.fromkeys(filter(None, strings)))
-
-
-def _key(place: str, record: Record, image: str, number: int) -> str:
-    """The item's key: that of the record, else the path of its image, else the number of its line."""
-    key = record.get("key")
-    if not isinstance(key, str | int | float | None) or isinstance(key, bool):
-        raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
-    # Normalised, so that one image under two spellings of its path is not in both the training and the test set.
-    own = os.path.normpath(image) if image else f"line {number}"
-    return own if key is None or key == "" else str(key)
-
-
-def _value(place: str, record: Record, column: str) -> str:
-    """The item's value in the column by which the partition distributes items."""
-    value = record.get(column)
-    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
-        raise InputError(f"{place}: {column}", repr(value)[:80], "a text or a whole number for every item")
-    return whole(str(value).strip(), f"{place}: {column}")
-
-
-def _contains_root(path: Path, root: Path) -> bool:
-    """Whether ``path`` is the manifest's root folder or above it, so that it cannot be a folder of frames."""
-    normal, start = (Path(os.path.normpath(each.absolute())) for each in (path, root))
-    return normal == start or normal in start.parents
+# --- items ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -184,6 +168,7 @@ class Item:
         value: its value of the column by which the partition distributes items; empty without one.
         captions: its distinct captions in order, as keys.
         labels: its distinct labels in order, as keys.
+        folders: names of the folders in which it is, from the folder that is read; empty for the items of a list.
     """
 
     line: int
@@ -192,6 +177,7 @@ class Item:
     value: str
     captions: dict[str, None] = field(default_factory=dict)
     labels: dict[str, None] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
 
 
 def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True) -> dict[str, Item]:
@@ -208,46 +194,57 @@ def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True)
             image nor caption.
     """
     items: dict[str, Item] = {}
-    more = (column,) if column is not None else tuple[str, ...]()
-    for number, record in READERS[path.suffix.lower()](path, more, strict=strict):
-        place = f"{path}: line {number}"
-        image, file = _image(place, record, root)
-        key, split = _key(place, record, image, number), record.get("split")
+    for line in READERS[path.suffix.lower()](path, () if column is None else (column,), strict=strict):
+        image, file = _image(line, root)
+        key, split = _key(line, image), line.others.get("split")
         split = "" if split is None else str(split).strip()
-        value = "" if column is None else _value(place, record, column)
-        item = items.setdefault(key, Item(number, file, split, value))
+        value = "" if column is None else _value(line, column)
+        item = items.setdefault(key, Item(line.number, file, split, value))
         item.file = item.file or file
         if file and item.file and os.path.normpath(file) != os.path.normpath(item.file):
             allowed = f"{item.file}, as in line {item.line}, or another key"
-            raise InputError(f"{place}: image of the item {key!a}", image, allowed)
-        if split != item.split:
-            allowed = f"{item.split or 'nothing'}, as in line {item.line} for {key!a}: an item is in one split"
-            raise InputError(f"{place}: split", split or "nothing", allowed)
-        if value != item.value:
-            raise InputError(f"{place}: {column}", value, f"{item.value}, as in line {item.line} for {key!a}")
-        item.captions.update(dict.fromkeys(_strings(place, record, *CAPTIONS)))
-        item.labels.update(dict.fromkeys(_strings(place, record, "labels", "label")))
+            raise InputError(f"{line.place}: image of the item {key!a}", image, allowed)
+        for name, given, before in (("split", split, item.split), (column or "", value, item.value)):
+            if given != before:
+                allowed = f"{before or 'nothing'}, as in line {item.line} for {key!a}"
+                raise InputError(f"{line.place}: {name}", given or "nothing", allowed)
+        item.captions.update(dict.fromkeys(filter(None, map(str.strip, line.captions))))
+        item.labels.update(dict.fromkeys(filter(None, map(str.strip, line.labels))))
     for item in items.values():
         if item.file is None and not item.captions:
             raise InputError(f"{path}: line {item.line}: image", "neither an image nor a caption", "one of them")
     return items
 
 
-def _image(place: str, record: Record, root: Path) -> tuple[str, Path | None]:
+def _image(line: Line, root: Path) -> tuple[str, Path | None]:
     """An item's image as written, and the file; empty and None if it has none."""
-    image = record.get("image")
-    if image is None or (isinstance(image, str) and not image.strip()):
-        return "", None
+    image = line.others.get("image") or ""
     if not isinstance(image, str):
-        raise InputError(f"{place}: image", repr(image)[:80], "the path of an image")
-    image = whole(image.strip(), f"{place}: image")
-    file = root / image
-    if _contains_root(file, root):
-        raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
-    return image, file
+        raise InputError(f"{line.place}: image", repr(image)[:80], "the path of an image")
+    if not (image := image.strip()):
+        return "", None
+    file, start = (Path(os.path.normpath(path.absolute())) for path in (root / image, root))
+    if file == start or file in start.parents:  # it cannot be a folder of frames
+        raise InputError(f"{line.place}: image", image, "the path of an image, a video or a folder of frames")
+    return image, root / image
 
 
-READERS = {".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".ndjson": _jsonl}
+def _key(line: Line, image: str) -> str:
+    """The item's key: that of the line, else the path of its image, else the number of its line."""
+    key = line.others.get("key")
+    if not isinstance(key, str | int | float | None) or isinstance(key, bool):
+        raise InputError(f"{line.place}: key", repr(key)[:80], "a string or a number")
+    # Normalised, so that one image under two spellings of its path is not in both the training and the test set.
+    own = os.path.normpath(image) if image else f"line {line.number}"
+    return own if key is None or key == "" else str(key)
+
+
+def _value(line: Line, column: str) -> str:
+    """The item's value in the column by which the partition distributes items."""
+    value = line.others.get(column)
+    if not isinstance(value, str | int) or isinstance(value, bool) or not str(value).strip():
+        raise InputError(f"{line.place}: {column}", repr(value)[:80], "a text or a whole number for every item")
+    return whole(str(value).strip(), f"{line.place}: {column}")
 
 
 def read_manifest(data: Data) -> RawSet:
@@ -259,59 +256,150 @@ def read_manifest(data: Data) -> RawSet:
     path = data.path
     if path is None or path.suffix.lower() not in READERS:
         raise InputError("data.path", str(path), f"a file {', '.join(READERS)}")
-    return of_items(str(path), items_of(path, data.images or path.parent, checked_column(data)), data)
+    raw = _of_items(str(path), items_of(path, data.images or path.parent, _checked_column(data)), data)
+    images = raw.images.held if isinstance(raw.images, ImagesWithGaps) else raw.images
+    files = images.paths if isinstance(images, ImageFiles) else ()
+    beside = {each for folder in {file.parent for file in files} for each in _images_in(folder)}.difference(files)
+    unlisted = tuple(sorted(os.path.relpath(each, path.parent) for each in beside))
+    names, remark = splits_of_names([file.parent.parts[-2:] for file in files]) if raw.split is None else (None, "")
+    if names is not None:
+        remark = "folders of the images look like splits, but only a column split is read"
+    return replace(raw, ignored={_UNLISTED: unlisted} if unlisted else {}, split_remark=remark)
 
 
-def checked_column(data: Data) -> str | None:
-    """``data.column``, which must not be a field with a meaning.
+def _images_in(folder: Path) -> list[Path]:
+    """The image files in a folder; none if it does not exist."""
+    found = [each for each in folder.iterdir() if each.suffix.lower() in IMAGE_ENDINGS] if is_folder(folder) else []
+    return [each for each in found if not is_leftover(each.name)]
 
-    Raises:
-        InputError: it is.
-    """
+
+def _checked_column(data: Data) -> str | None:
+    """``data.column``, which must not be a field with a meaning."""
     if data.column in KNOWN:
         raise InputError("partition.column", data.column, f"a column of its own, not one of {', '.join(KNOWN)}")
     return data.column
 
 
-def of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
-    """The set of a file's items.
-
-    Args:
-        path: the file or folder, for error messages.
-        items: items by key, in order.
-        data: the scenario's data section.
+def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
+    """The set of a file's or folder's items.
 
     Raises:
         InputError: only some items have a split, or a split is unknown.
     """
-    lines, paths = [item.line for item in items.values()], [item.file for item in items.values() if item.file]
-    splits = [item.split for item in items.values()]
+    lines, files = [item.line for item in items.values()], [item.file for item in items.values()]
+    held, splits = [file for file in files if file is not None], [item.split for item in items.values()]
     if any(splits) and not all(splits):
-        raise InputError(
-            f"{path}: line {lines[splits.index('')]}: split", "nothing", "a split for every item or for none"
-        )
+        place = f"{path}: line {lines[splits.index('')]}: split"
+        raise InputError(place, "nothing", "a split for every item or for none")
     hot, names = multi_hot([tuple(item.labels) for item in items.values()])
-    folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
-    videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
+    folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in held)
+    videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in held)
+    images = ImageFiles(tuple(held), data.frames if videos else 1, folders)
+    places = iter(range(len(held)))
+    gaps = ImagesWithGaps(images, tuple(None if file is None else next(places) for file in files))
     return checked(
         RawSet(
             place=path,
             keys=tuple(items),
-            images=_images([item.file for item in items.values()], data.frames if videos else 1, folders),
+            images=images if len(held) == len(files) else gaps,
             captions=tuple(tuple(item.captions) for item in items.values()),
             labels=hot,
             label_names=names,
-            split=split_numbers(path, splits, {"validation": "val", "valid": "val"}, lines) if any(splits) else None,
+            split=split_numbers(path, splits, SPLIT_NAMES, lines) if any(splits) else None,
             column=tuple(item.value for item in items.values()) if data.column is not None else None,
             unpaired=True,
         )
     )
 
 
-def _images(files: Sequence[Path | None], frames: int, folders: bool) -> ImageFiles | ImagesWithGaps:
-    """The items' images, of which some may have none."""
-    held = [file for file in files if file is not None]
-    images, places = ImageFiles(tuple(held), frames, folders), iter(range(len(held)))
-    if len(held) == len(files):
-        return images
-    return ImagesWithGaps(images, tuple(None if file is None else next(places) for file in files))
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+def read_folder(data: Data) -> RawSet:
+    """Read the images below a folder, in the order of their paths or of their list.
+
+    With ``metadata.csv`` or ``metadata.jsonl`` in the folder, or else in folders below it, such as ``train`` and
+    ``test``, these lists have the captions, as in an imagefolder of Hugging Face. Otherwise ``a.txt`` has the captions
+    of ``a.jpg``, one per line. Names of folders can say the split.
+
+    Raises:
+        InputError: there is no image with a caption, a list is malformed, or names a file outside of its folder, or
+            a link leads to a folder outside of it.
+    """
+    folder = folder_of(data)
+    lists = _lists(folder)
+    if lists:
+        refuse_keys(data, ("images", "annotations"), "a folder with metadata.csv or metadata.jsonl")
+        items = _listed(folder, lists, _checked_column(data))
+        raw = _of_items(str(folder), items, data)
+        raw = raw if raw.split is not None else raw.split_by_names([item.folders for item in items.values()])
+        used = [item.file for item in items.values() if item.file is not None]
+        return replace(raw, ignored={**raw.ignored, **not_read(folder, [*used, *lists])})
+    refuse_keys(data, ("images", "column"), "a folder of images with .txt files")
+    return _beside(folder, data.annotations or folder, images_alone=data.missing == "keep")
+
+
+def _lists(folder: Path) -> list[Path]:
+    """The lists of captions: that of the folder, or those of the folders below it."""
+    found = sorted(path for path in files_below(folder) if path.name in METADATA)
+    for inside, count in Counter(path.parent for path in found).items():
+        if count > 1:
+            raise InputError(str(inside), " and ".join(METADATA), "one of the two")
+    return [path for path in found if path.parent == folder] or found
+
+
+def _listed(folder: Path, lists: Sequence[Path], column: str | None) -> dict[str, Item]:
+    """The items of all lists, by key."""
+    items: dict[str, Item] = {}
+    for path in lists:
+        inside = path.parent
+        for key, item in items_of(path, inside, column, strict=False).items():
+            check_inside(f"{path}: line {item.line}: file_name", item.file, inside)
+            own = "" if inside == folder else f"{inside.relative_to(folder).as_posix()}/"
+            here = inside if item.file is None else Path(os.path.normpath(item.file)).parent
+            items[own + key] = replace(item, folders=here.relative_to(os.path.normpath(folder)).parts)
+    return items
+
+
+def check_inside(place: str, file: Path | None, folder: Path) -> None:
+    """Refuse the path of an image that leaves its folder; such lists come from elsewhere."""
+    if file is not None and not Path(os.path.normpath(file)).is_relative_to(os.path.normpath(folder)):
+        raise InputError(place, os.path.relpath(file, folder), "the path of an image in the folder")
+
+
+def _beside(folder: Path, texts: Path, *, images_alone: bool) -> RawSet:
+    """The images below a folder with the captions in the text files of the same names.
+
+    Args:
+        folder: the folder of the images.
+        texts: the folder of the text files.
+        images_alone: whether there may be no caption at all.
+    """
+    images = sorted(path for path in files_below(folder, leave=False) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not images:
+        raise InputError(str(folder), "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    found = (path for path in files_below(texts, leave=False) if path.suffix == ".txt")
+    written = {path.relative_to(texts).with_suffix(""): path for path in found}
+    inner = [path.relative_to(folder) for path in images]
+    captions = [_captions(written.get(path.with_suffix(""))) for path in inner]
+    if not any(captions) and not images_alone:
+        allowed = (
+            "a text file next to each image (a.txt for a.jpg) with one caption per line, or metadata.csv; "
+            "data.missing: keep uses images without captions"
+        )
+        raise InputError(str(folder), f"{len(images)} images, none with captions", allowed)
+    keys = tuple(path.as_posix() for path in inner)
+    with_image = {path.with_suffix("") for path in inner}
+    alone = tuple(f"{stem.as_posix()}.txt" for stem in sorted(written) if stem not in with_image)
+    ignored = {"text files without an image next to them": alone} if alone else {}
+    ignored |= not_read(folder, [*images, *written.values()])
+    raw = checked(RawSet(str(folder), keys, ImageFiles(tuple(images)), tuple(captions), ignored=ignored))
+    return raw.split_by_names([path.parent.parts for path in inner])
+
+
+def _captions(path: Path | None) -> tuple[str, ...]:
+    """The captions in a text file, one per line; none without a file."""
+    if path is None:
+        return ()
+    check_regular(path, MAX_CAPTIONS, "the captions of an image")
+    return lines_of(read_text(path))

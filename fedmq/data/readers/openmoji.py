@@ -21,11 +21,13 @@ from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from fedmq import seeds
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked
 from fedmq.data.splits import SPLITS
+from fedmq.encoders.image_sets import Images
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
 from fedmq.packages import package
@@ -211,8 +213,8 @@ def _versions() -> str:
 
 
 @dataclass(frozen=True)
-class Drawings:
-    """Drawings as :class:`fedmq.encoders.image_sets.Images`, rendered on demand.
+class Drawings(Images):
+    """Drawings that are rendered on demand.
 
     Args:
         keys: keys of the drawings.
@@ -225,33 +227,21 @@ class Drawings:
     def __len__(self) -> int:
         return len(self.keys)
 
-    @property
-    def clips(self) -> bool:
-        """Always False: drawings are not videos."""
-        return False
-
+    @override
     def frames(self, row: int) -> list[Pixels]:
-        """The one drawing, uint8 [edge, edge, 3]."""
         return [render(self.keys[row], self.edge)]
 
+    @override
     def name(self, row: int) -> str:
-        """Name of the drawing in error messages."""
         return f"openmoji {self.keys[row]}"
 
+    @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
-        """Key, edge length, and versions of the packages that determine the pixels."""
         del on_progress  # no file is read
         return tuple(f"{key}|{self.edge}|{_versions()}" for key in self.keys)
 
-    contents = stamps
-
-    def missing(self, row: int) -> bool:
-        """Always False: only existing drawings are listed."""
-        del row
-        return False
-
+    @override
     def subset(self, rows: Sequence[int]) -> Self:
-        """The drawings of the given rows."""
         return replace(self, keys=tuple(self.keys[row] for row in rows))
 
 

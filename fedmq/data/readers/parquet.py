@@ -8,22 +8,22 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, refuse_keys
+from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, not_read, refuse_keys
 from fedmq.data.readers import formats
-from fedmq.data.readers.photo_folder import check_inside, named_splits
-from fedmq.data.readers.webdataset import texts_of
+from fedmq.data.readers.manifest import check_inside
+from fedmq.data.readers.texts import texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
-from fedmq.encoders.image_sets import ImageFiles, Images, StoredImages, files_below
+from fedmq.encoders.image_sets import ImageFiles, Images, Stack, StoredImages, files_below
 from fedmq.encoders.images import Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -99,8 +99,8 @@ class TableFile:
 
 
 @dataclass(frozen=True, eq=False)
-class TableImages:
-    """Images in a column of tables, for :class:`fedmq.encoders.image_sets.StoredImages`.
+class TableImages(Stack):
+    """Images in a column of tables.
 
     Args:
         files: the tables.
@@ -109,7 +109,6 @@ class TableImages:
 
     files: tuple[TableFile, ...]
     column: str
-    _kept: OrderedDict[tuple[int, int], list[Any]] = field(default_factory=OrderedDict)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -128,30 +127,26 @@ class TableImages:
         at = bisect.bisect_right(self._ends, row)
         return (*self._groups[at], row - (self._ends[at - 1] if at else 0))
 
+    @override
     def name(self, row: int) -> str:
-        """File, column and row in the file."""
         index, group, inside = self._place(row)
         return f"{self.files[index].path}: {self.column}[{sum(self.files[index].groups[:group]) + inside}]"
 
     @cached_property
+    def _contents(self) -> Callable[[int, int], list[Any]]:
+        """The image files of a row group of a file; those of the last few are kept."""
+        return lru_cache(_KEPT)(lambda index, group: self.files[index].images(self.column, group))
+
+    @cached_property
+    @override
     def stamp(self) -> str:
-        """The digests of the files, and the column."""
         return key_of("table", self.column, *file_digests([file.path for file in self.files]))
 
+    @override
     def image(self, row: int) -> Pixels:
-        """Decode one image: uint8 [height, width, 3].
-
-        Raises:
-            InputError: the row has no image, or it cannot be read.
-        """
         index, group, inside = self._place(row)
-        with self._reading:
-            contents = self._kept.get((index, group))
-            if contents is None:
-                contents = self._kept[index, group] = self.files[index].images(self.column, group)
-                while len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-        content = contents[inside]
+        with self._reading:  # else threads would read one row group several times
+            content = self._contents(index, group)[inside]
         if not isinstance(content, bytes) or not content:
             raise InputError(self.name(row), "no image", "the bytes of an image file")
         return decode_bytes(content, self.name(row))
@@ -161,8 +156,8 @@ def read_parquet(data: Data) -> RawSet:
     """Read a file, or all ``.parquet`` or ``.arrow`` files below a folder in the order of their paths.
 
     Columns: ``image`` (bytes of image files, as Hugging Face stores them, or paths), ``caption``, ``captions`` or
-    ``text`` (a text or a list of texts), and any of ``label``, ``labels``, ``split``. ImageFiles whose names or folders
-    begin with the name of a split are that split. Other columns are ignored.
+    ``text`` (a text or a list of texts), and any of ``label``, ``labels``, ``split``. Without ``split``, names of files
+    and folders can say the split. Other columns are ignored.
 
     Raises:
         InputError: a file is damaged or has no such columns, or pyarrow is not installed.
@@ -180,19 +175,25 @@ def read_parquet(data: Data) -> RawSet:
     captions = [tuple(dict.fromkeys(texts_of(place, value))) for place, value in _values(files, texts)]
     label = next((name for name in _LABELS if name in columns), None)
     labels, names = multi_hot([] if label is None else _labels(files, label))
+    images = _images(files, _column(files[0], _IMAGES, "images"), data)
     keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(file.rows)]
-    return checked(
+    raw = checked(
         RawSet(
             place=str(data.path),
             keys=tuple(keys if len(files) > 1 else [key.rpartition("/")[2] for key in keys]),
-            images=_images(files, _column(files[0], _IMAGES, "images"), data),
+            images=images,
             captions=tuple(captions),
             labels=labels,
             label_names=names,
             split=_split(files),
             column=None if data.column is None else tuple(str(value) for _, value in _values(files, data.column)),
+            ignored=_ignored(data, files, images),
         )
     )
+    if raw.split is not None or data.path is None or not data.path.is_dir():
+        return raw
+    inner = [file.path.relative_to(data.path) for file in files for _ in range(file.rows)]
+    return raw.split_by_names([(*path.parent.parts, path.stem) for path in inner])
 
 
 def _files(data: Data) -> tuple[TableFile, ...]:
@@ -226,7 +227,7 @@ def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
     names = _class_names(files[0], column)
     found = []
     for place, value in _values(files, column):
-        texts = [text for text in texts_of(place, value, numbers=True) if text != "-1"]
+        texts = [text for text in texts_of(place, value, label=True) if text != "-1"]
         found.append([names[int(text)] if is_number(text) and int(text) < len(names) else text for text in texts])
     return found
 
@@ -241,16 +242,23 @@ def _class_names(file: TableFile, column: str) -> list[str]:
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
+def _ignored(data: Data, files: Sequence[TableFile], images: Images) -> dict[str, tuple[str, ...]]:
+    """Columns that are not read, and files of the folder that are neither tables nor images of theirs."""
+    columns = files[0].columns
+    read = [next((name for name in names if name in columns), "") for names in (_IMAGES, _CAPTIONS, _LABELS)]
+    others = tuple(name for name in columns if name not in (*read, "split", data.column))
+    found = {"other columns": others} if others else {}
+    if data.path is None or not data.path.is_dir():
+        return found
+    named = images.paths if isinstance(images, ImageFiles) else ()
+    return found | not_read(data.path, [*(file.path for file in files), *named])
+
+
 def _split(files: Sequence[TableFile]) -> U8 | None:
-    """The split of each row: of the column ``split``, else that of the file's name or folder; None if there is none."""
-    if "split" in files[0].columns:
-        names = [str(value or "") for _, value in _values(files, "split")]
-    else:
-        own = [re.split(r"[-_.]", file.path.name)[0] for file in files]
-        own = own if set(own) <= set(SPLIT_NAMES) else [file.path.parent.name for file in files]
-        if not named_splits(own):
-            return None
-        names = [name for name, file in zip(own, files, strict=True) for _ in range(file.rows)]
+    """The split of each row by the column ``split``; None if there is none."""
+    if "split" not in files[0].columns:
+        return None
+    names = ["" if value is None else str(value) for _, value in _values(files, "split")]
     return split_numbers(str(files[0].path.parent), names, SPLIT_NAMES)
 
 

@@ -6,17 +6,19 @@ Nothing is unpacked: images are read at their places in the archives, which ther
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from typing_extensions import override
+
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, multi_hot, refuse_keys
-from fedmq.data.readers.cells import one_label, one_of_many, one_text
+from fedmq.data.raw_set import RawSet, checked, multi_hot, not_read, refuse_keys
 from fedmq.data.readers.formats import list_members
-from fedmq.data.readers.photo_folder import captions_in
-from fedmq.encoders.image_sets import StoredImages, is_leftover
+from fedmq.data.readers.texts import lines_of, texts_of
+from fedmq.encoders.image_sets import Stack, StoredImages, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -63,35 +65,27 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Members:
-    """Images in archives, for :class:`fedmq.encoders.image_sets.StoredImages`.
-
-    Args:
-        members: the images.
-    """
+class Members(Stack):
+    """Images in archives."""
 
     members: tuple[Member, ...]
 
     def __len__(self) -> int:
         return len(self.members)
 
+    @override
     def name(self, row: int) -> str:
-        """The archive and the name in it."""
         return self.members[row].place
 
     @cached_property
-    def stamp(self) -> str:
-        """The digests of the archives, and the places of the images in them."""
+    @override
+    def stamp(self) -> str:  # the digests of the archives, and the places of the images in them
         tars = list(dict.fromkeys(member.tar for member in self.members))
         digests = dict(zip(tars, file_digests(tars), strict=True))
         return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
 
+    @override
     def image(self, row: int) -> Pixels:
-        """Decode one image: uint8 [height, width, 3].
-
-        Raises:
-            InputError: it cannot be read.
-        """
         return decode_bytes(self.members[row].content(), self.name(row))
 
 
@@ -103,18 +97,22 @@ class _Sample:
         image: its image.
         captions: captions in order, as keys.
         labels: labels in order, as keys.
+        read: whether a file of it was read.
     """
 
     image: Member | None = None
     captions: dict[str, None] = field(default_factory=dict)
     labels: dict[str, None] = field(default_factory=dict)
+    read: bool = False
 
 
 def read_webdataset(data: Data) -> RawSet:
-    """Read a tar file, or all tar files of a folder in the order of their names.
+    """Read a tar file, or all tar files below a folder in the order of their paths.
 
     An item has one image (``.jpg``, ``.png``, ...), captions in ``.txt`` (one per line) or in ``.json`` (``caption``,
-    ``captions`` or ``text``), and labels in ``.cls`` or in the JSON's ``label`` or ``labels``.
+    ``captions`` or ``text``), and labels in ``.cls`` or in the JSON's ``label`` or ``labels``. Its name ends at the
+    first dot, as webdataset reads it; or at the last dot, if such files make an image with captions. Names of archives
+    and folders can say the split.
 
     Raises:
         InputError: an archive is compressed or damaged, holds links or paths that lead out of it, or an item has no
@@ -123,20 +121,26 @@ def read_webdataset(data: Data) -> RawSet:
     refuse_keys(data, ("annotations", "images", "column"), "tar files of webdataset")
     tars = _archives(data)
     samples: dict[str, _Sample] = {}
+    ignored: list[str] = []
     for tar in tars:
-        for member in _members(tar):
-            path = PurePosixPath(member.name)
-            stem, _, ending = path.name.partition(".")
-            key = (path.parent / stem).as_posix()
+        own = tar.relative_to(data.path).with_suffix("") if data.path is not None and len(tars) > 1 else None
+        for key, ending, member in _by_item(_members(tar)):
             # Numbers restart in each archive.
-            _add(samples.setdefault(key if len(tars) == 1 else f"{tar.stem}/{key}", _Sample()), ending.lower(), member)
+            sample = samples.setdefault(key if own is None else f"{own.as_posix()}/{key}", _Sample())
+            if not _add(sample, ending, member):
+                ignored.append(member.name)
     held = {key: sample for key, sample in samples.items() if sample.image is not None or sample.captions}
     without = [key for key, sample in held.items() if sample.image is None]
     if without and data.missing != "skip":
         raise InputError(f"{data.path}: {without[0]}", "captions without an image", "both; data.missing: skip")
     images = {key: sample.image for key, sample in held.items() if sample.image is not None}
     labels, names = multi_hot([tuple(held[key].labels) for key in images])
-    return checked(
+    unread = {"files of other endings": tuple(ignored)} if ignored else {}
+    if lacking := tuple(key for key, sample in samples.items() if sample.image is None and sample.read):
+        unread["samples without an image"] = lacking
+    if data.path is not None and data.path.is_dir():
+        unread |= not_read(data.path, tars)
+    raw = checked(
         RawSet(
             place=str(data.path),
             keys=tuple(images),
@@ -144,15 +148,34 @@ def read_webdataset(data: Data) -> RawSet:
             captions=tuple(tuple(held[key].captions) for key in images),
             labels=labels,
             label_names=names,
+            ignored=unread,
         )
     )
+    return raw.split_by_names([PurePosixPath(key).parent.parts for key in images])
+
+
+def _by_item(members: Iterable[Member]) -> Iterator[tuple[str, str, Member]]:
+    """Each file with the key of its item and its ending in lower case."""
+    dotted: dict[str, list[tuple[str, str, Member]]] = defaultdict(list)
+    for member in members:
+        path = PurePosixPath(member.name)
+        stem, _, ending = path.name.partition(".")
+        found = (path.parent / stem).as_posix(), ending.lower(), member
+        if "." in ending:
+            dotted[(path.parent / path.stem).as_posix()].append(found)
+        else:
+            yield found
+    for key, files in dotted.items():
+        last = [f".{ending.rpartition('.')[2]}" for _, ending, _ in files]
+        item = not IMAGE_ENDINGS.isdisjoint(last) and not {".txt", ".json"}.isdisjoint(last)
+        yield from [(key, end[1:], file[2]) for end, file in zip(last, files, strict=True)] if item else files
 
 
 def _archives(data: Data) -> list[Path]:
-    """The tar files that ``data.path`` names, or that are in the folder it names."""
+    """The tar file that ``data.path`` names, or those below the folder it names."""
     path = data.path
     if path is not None and path.is_dir():
-        tars = sorted(each for each in path.iterdir() if each.suffix == ".tar" and not is_leftover(each.name))
+        tars = sorted(each for each in files_below(path, leave=False) if each.suffix == ".tar")
         if tars:
             return tars
     elif path is not None and path.is_file():
@@ -172,8 +195,8 @@ def _members(tar: Path) -> Iterator[Member]:
             yield Member(tar, name, start, size)
 
 
-def _add(sample: _Sample, ending: str, member: Member) -> None:
-    """Add a file to its item; files of other endings are ignored."""
+def _add(sample: _Sample, ending: str, member: Member) -> bool:
+    """Add a file to its item, unless its ending is not read; whether it was added."""
     if f".{ending}" in IMAGE_ENDINGS:
         if sample.image is not None:
             raise InputError(member.place, f"a second image next to {sample.image.name}", "one image for each item")
@@ -184,11 +207,15 @@ def _add(sample: _Sample, ending: str, member: Member) -> None:
         except UnicodeDecodeError:
             raise InputError(member.place, "bytes that are not UTF-8", "UTF-8 text") from None
         if ending == "txt":
-            sample.captions.update(dict.fromkeys(captions_in(text)))
+            sample.captions.update(dict.fromkeys(lines_of(text)))
         elif ending == "cls":
-            sample.labels.update(dict.fromkeys(captions_in(text)))
+            sample.labels.update(dict.fromkeys(lines_of(text)))
         else:
             _add_json(sample, member.place, text)
+    else:
+        return False
+    sample.read = True
+    return True
 
 
 def _add_json(sample: _Sample, place: str, text: str) -> None:
@@ -201,27 +228,4 @@ def _add_json(sample: _Sample, place: str, text: str) -> None:
     for name in _CAPTIONS:
         sample.captions.update(dict.fromkeys(texts_of(f"{place}: {name}", found.get(name))))
     for name in ("label", "labels"):
-        sample.labels.update(dict.fromkeys(texts_of(f"{place}: {name}", found.get(name), numbers=True)))
-
-
-def texts_of(place: str, value: object, *, numbers: bool = False) -> list[str]:
-    """The texts that a field holds: one, a list of them, or none.
-
-    Args:
-        place: place of the field in error messages.
-        value: value of the field.
-        numbers: also accept whole numbers, as labels.
-
-    Raises:
-        InputError: it holds something else, or a text that looks like several.
-    """
-    several = [] if value is None else value if isinstance(value, list) else [value]
-    kinds = (str, int) if numbers else (str,)
-    if any(not isinstance(each, kinds) or isinstance(each, bool) for each in several):
-        raise InputError(place, repr(value)[:80], "a text or a list of texts")
-    for each in several:
-        if isinstance(each, str) and not numbers:
-            one_of_many(place, each)
-        elif isinstance(each, str):
-            _ = one_text(place, each, label=True) if isinstance(value, list) else one_label(place, each)
-    return [text for each in several if (text := str(each).strip())]
+        sample.labels.update(dict.fromkeys(texts_of(f"{place}: {name}", found.get(name), label=True)))

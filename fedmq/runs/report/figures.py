@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fedmq.evaluation.metrics import Metric, shown
-from fedmq.evaluation.recall import HEADLINE, fairness_of
-from fedmq.runs.report.data import Example, ReportData, Space
+from fedmq.evaluation.recall import HEADLINE
+from fedmq.runs.data_records import Example, ReportData, Space
 from fedmq.runs.report.html import COLOURS, Figure, colour
-from fedmq.runs.report.logs import RUN_TIME, LogFacts
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
+from fedmq.text import counted
 
 if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue
 
+#: What silos hold, by modalities: in words, and the colour of their figures.
+_KINDS: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("image", "text"): ("images and captions", COLOURS[0]),
+    ("image",): ("images only", COLOURS[1]),
+    ("text",): ("captions only", COLOURS[2]),
+}
+#: A silo with fewer held-out items is drawn in pale colour.
+_FEW = 30
+_BANDS = "Bands: from the lowest to the highest silo of a modality; lines: their median; dotted: the silo of the menu."
 _PLACES = {"rounds": "round", "traffic": "traffic [MB]"}
+
+
+@dataclass(frozen=True)
+class SiloResult:
+    """R@1 of the shared model on a silo's own held-out items.
+
+    Args:
+        kind: modalities of the silo, sorted.
+        items: number of these items.
+        before: of the untrained model; None if it was not evaluated.
+        after: at the end.
+    """
+
+    kind: tuple[str, ...]
+    items: int
+    before: float | None
+    after: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of ``after``."""
+        return interval(self.after, self.items)
 
 
 def curves(
@@ -24,9 +59,9 @@ def curves(
     personal: Sequence[PersonalLine],
     custom: Sequence[Metric],
     bytes_at: Mapping[int, int],
-    clock: str = RUN_TIME,
+    clock: str,
 ) -> list[Figure]:
-    """Retrieval and training loss over a run.
+    """Retrieval over a run.
 
     Args:
         evaluations: evaluations of the shared model; may be empty while a run begins.
@@ -50,7 +85,7 @@ def curves(
         means = [(line.version, line.personal) for line in personal]
         note = "Each silo's personal model on the whole held-out split; means over silos."
         figures += retrieval("Retrieval of the personal models", means, custom, axes, note, clock)
-    return [*figures, *losses(merges)]
+    return figures
 
 
 def retrieval(
@@ -59,7 +94,7 @@ def retrieval(
     custom: Sequence[Metric],
     axes: Mapping[str, Mapping[int, float]],
     note: str,
-    clock: str = RUN_TIME,
+    clock: str,
 ) -> list[Figure]:
     """Metrics over the run: one figure for all that are fractions, and one for each other metric.
 
@@ -82,16 +117,10 @@ def retrieval(
         figure = figures.setdefault(key, Figure(head, "round", key, note=note))
         known = [(version, values[metric.name]) for version, values in evaluations if metric.name in values]
         x, y = [version for version, _ in known], [value for _, value in known]
-        versions.setdefault(key, []).append(x)
-        figure.draw(
-            "scatter",
-            x=x,
-            y=y,
-            name=metric.heading,
-            mode="lines+markers",
-            marker={"size": 5},
-            hovertemplate=f"{metric.title}: %{{y:.4f}}<br>%{{x}}<extra></extra>",
-        )
+        drawn = versions.setdefault(key, [])
+        shade = COLOURS[len({each.get("name") for each in figure.traces} - {None}) % len(COLOURS)]
+        draw_noisy(figure, x, y, metric.heading, shade, f"{metric.title}: %{{y:.4f}}<br>%{{x}}<extra></extra>")
+        drawn += [x] * (len(figure.traces) - len(drawn))
     for key, figure in figures.items():
         if len(axes) > 1:
             figure.layout["updatemenus"] = [_axis_menu(axes, versions[key], clock)]
@@ -116,60 +145,124 @@ def _axis_menu(
     return {"type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1.16, "buttons": buttons}
 
 
-def losses(merges: Sequence[MergeLine]) -> list[Figure]:
-    """Mean training loss over rounds, and that of each silo; no figure if no silo reports a loss.
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred moving mean over a tenth of the values, fewer at the ends; fewer than 20 values as they are."""
+    reaches = [min(len(values) // 20, at, len(values) - 1 - at) for at in range(len(values))]
+    windows = (values[at - reach : at + reach + 1] for at, reach in enumerate(reaches))
+    return [sum(window) / len(window) for window in windows]
+
+
+def draw_noisy(
+    figure: Figure, x: Sequence[float], y: Sequence[float], name: str, shade: str, hover: str = "", **more: object
+) -> None:
+    """A curve, smoothed if it is long, with the values themselves behind it, which the pointer shows."""
+    smoothed = smooth(y)
+    pointed = {"hovertemplate": hover} if hover else {}
+    line = {"color": shade, "width": 2}
+    if smoothed == list(y):
+        figure.draw(
+            "scatter", x=x, y=y, name=name, mode="lines+markers", marker={"size": 4}, line=line, **pointed, **more
+        )
+        return
+    raw = {"line": {"color": shade, "width": 1}, "opacity": 0.35, "showlegend": False}
+    figure.draw("scatter", x=x, y=y, name=name, mode="lines", **raw, **pointed)
+    figure.draw("scatter", x=x, y=smoothed, name=name, mode="lines", line=line, hoverinfo="skip", **more)
+
+
+def bands(
+    figure: Figure,
+    values: Mapping[str, Mapping[int, float]],
+    modalities: Mapping[str, Sequence[str]],
+    highlighted: str | None = None,
+) -> None:
+    """The values of silos over rounds: by modality a band from the lowest to the highest and the median, and one silo.
+
+    Args:
+        figure: to draw into; a menu chooses the silo.
+        values: by silo and version.
+        modalities: modalities of each silo; empty for a silo whose modalities are not known.
+        highlighted: the silo drawn at first; the first one if None.
+    """
+    for kind in dict.fromkeys([*_KINDS, ()]):
+        members = [found for silo, found in values.items() if tuple(sorted(modalities.get(silo, ()))) == kind]
+        if not members:
+            continue
+        name, shade = _KINDS.get(kind, ("silos", COLOURS[0]))
+        rounds = sorted({version for found in members for version in found})
+        at = [sorted(found[version] for found in members if version in found) for version in rounds]
+        if len(members) > 1:
+            edges = [*smooth([each[-1] for each in at]), *smooth([each[0] for each in at])[::-1]]
+            fill = {"fill": "toself", "fillcolor": shade, "opacity": 0.18, "line": {"width": 0}, "hoverinfo": "skip"}
+            figure.draw("scatter", x=[*rounds, *rounds[::-1]], y=edges, mode="lines", showlegend=False, **fill)
+        draw_noisy(figure, rounds, [median(each) for each in at], f"{name} ({len(members)}), median", shade)
+    if len(values) > 1:
+        first = highlighted if highlighted is not None and highlighted in values else min(values)
+        line = {"color": COLOURS[3], "width": 2, "dash": "dot"}
+        x, y = list(values[first]), list(values[first].values())
+        figure.draw("scatter", x=x, y=y, name=first, mode="lines+markers", marker={"size": 4}, line=line)
+        trace, names = len(figure.traces) - 1, [first, *sorted(values.keys() - {first})]
+        choices = [
+            (silo, [{"x": [list(values[silo])], "y": [list(values[silo].values())], "name": silo}, [trace]])
+            for silo in names
+        ]
+        figure.choose(choices, "restyle", right=True)
+
+
+def losses(
+    merges: Sequence[MergeLine],
+    modalities: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    first: str | None = None,
+) -> list[Figure]:
+    """Training loss over rounds: of the silos by modality; no figure if no silo reports a loss.
 
     A loss of exactly 0 is left out: the silo had nothing to train on yet, as one with a single modality in the first
     round of a method that trains it towards the prototypes of others.
     """
-    trained = {line.version: {silo: loss for silo, loss in line.losses.items() if loss} for line in merges}
-    means = {
-        line.version: sum(trained[line.version].values()) / len(trained[line.version])
-        if trained[line.version]
-        else line.loss
-        for line in merges
-        if line.loss
-    }
-    if not means:
-        return []
-    left_out = any(0 in line.losses.values() for line in merges)
-    zero = " A loss of 0 is left out: the silo had nothing to train on in that round." * left_out
-    mean = Figure("Training loss", "round", "loss", note=f"Mean over the silos whose replies were merged.{zero}")
-    mean.draw("scatter", x=list(means), y=list(means.values()), mode="lines", name="mean")
     by_silo: dict[str, dict[int, float]] = {}
     for line in merges:
-        for silo, loss in trained[line.version].items():
-            by_silo.setdefault(silo, {})[line.version] = loss
-    note = "At the merges with a reply from the silo. Click a name to hide a silo, double-click to see it alone."
-    silos = Figure("Training loss of each silo", "round", "loss", note=note)
-    for silo, values in sorted(by_silo.items()):
-        silos.draw(
-            "scatter", x=list(values), y=list(values.values()), name=silo, mode="lines+markers", marker={"size": 3}
-        )
-    return [mean, silos] if by_silo else [mean]
+        for silo, loss in line.losses.items():
+            if loss:
+                by_silo.setdefault(silo, {})[line.version] = loss
+    means = {line.version: line.loss for line in merges if line.loss}
+    if not means:
+        return []
+    figure = Figure("Training loss", "round", "loss", note=_BANDS + " At the merges with a reply from the silo.")
+    if by_silo:
+        bands(figure, by_silo, modalities, first)
+    else:
+        draw_noisy(figure, list(means), list(means.values()), "mean", COLOURS[0])
+    if any(0 in line.losses.values() for line in merges):
+        figure.note += " A loss of 0 is left out: the silo had nothing to train on in that round."
+    return [figure]
 
 
-def spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
-    """Standard deviation of R@1 over silos, of the shared model and, if evaluated, of the personal models."""
-    figure = Figure(
-        "How much silos differ",
-        "round",
-        "standard deviation of R@1",
-        note="R@1 with each silo's own held-out items as queries. 0 means that all silos are served equally well.",
-    )
-    shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
-    stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
-    known = {version: std for version, std in stds if std is not None}
-    for name, values in (("shared model", shared), ("personal models", known)):
-        if values:
-            figure.draw("scatter", x=list(values), y=list(values.values()), name=name, mode="lines+markers")
-    return figure
+def served(
+    evaluations: Sequence[EvaluationLine],
+    personal: Sequence[PersonalLine],
+    modalities: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    first: str | None = None,
+) -> list[Figure]:
+    """R@1 of the silos over rounds: of the shared model and, if evaluated, of the personal models."""
+    shared = [(line.version, line.per_silo) for line in evaluations]
+    own = [(line.version, line.personal_per_silo) for line in personal]
+    made = []
+    for title, found in (("R@1 of the silos", shared), ("R@1 of the silos, personal models", own)):
+        values: dict[str, dict[int, float]] = {}
+        for version, by_silo in found:
+            for silo, metrics in by_silo.items():
+                if HEADLINE in metrics:
+                    values.setdefault(silo, {})[version] = metrics[HEADLINE]
+        if values and len(found) > 1:
+            figure = Figure(title, "round", "R@1", note=_BANDS + " Queries are each silo's own held-out items.")
+            bands(figure, values, modalities, first)
+            made.append(figure)
+    return made
 
 
 def reported(
     merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]], captions: Mapping[str, ReportedValue]
 ) -> list[Figure]:
-    """Values that the method reports of its merges; weights of single silos are stacked.
+    """Values that the method reports of its merges: weights of the silos by modality, and one chosen by a menu.
 
     Args:
         merges: merges of the run.
@@ -180,38 +273,32 @@ def reported(
     for line in merges:
         for key, value in line.reported.items():
             by_name.setdefault(key, {})[line.version] = value
-    by_silo = {
-        key.removeprefix("weight_"): values for key, values in by_name.items() if key[len("weight_") :] in modalities
-    }
-    figures = [_stacked(merges, by_silo, modalities)] if by_silo else []
-    for key, values in by_name.items():
-        if key[len("weight_") :] in modalities:
-            continue
-        title, axis = key.replace("_", " ").capitalize(), key.replace("_", " ")
-        note = "Reported by the method for each merge."
-        if (caption := captions.get(key)) is not None:
-            title, axis, note = caption.title, caption.axis, caption.meaning
-        figure = Figure(title, "round", axis, note=note)
-        # Markers, because a line does not show a single value.
-        x, y = list(values), list(values.values())
-        figure.draw("scatter", x=x, y=y, name=title, mode="lines+markers", marker={"size": 3}, showlegend=False)
+    weights = {silo: by_name.pop(f"weight_{silo}") for silo in modalities if f"weight_{silo}" in by_name}
+    figures = []
+    if weights:
+        figures.append(Figure("Aggregation weights", "round", "weight", note=f"{_BANDS} Weight of a silo in a merge."))
+        bands(figures[0], weights, modalities)
+        figures[0].y["rangemode"] = "tozero"
+    if by_name:
+        figure = Figure("Reported by the method", "round", "", note="The menu chooses the value.")
+        titles, owners = [], []
+        for place, (key, values) in enumerate(by_name.items()):
+            caption, plain = captions.get(key), key.replace("_", " ").capitalize()
+            titles.append(caption.title if caption else plain)
+            figure.note += f" {titles[-1]}: {caption.meaning}" if caption else ""
+            before = len(figure.traces)
+            draw_noisy(figure, list(values), list(values.values()), titles[-1], COLOURS[0], showlegend=False)
+            for trace in figure.traces[before:]:
+                trace["visible"] = not place
+            owners += [place] * (len(figure.traces) - before)
+        choices = [
+            (title, [{"visible": [owner == place for owner in owners]}, {"yaxis.title.text": title}])
+            for place, title in enumerate(titles)
+        ]
+        figure.choose(choices, "update")
+        figure.y |= {"rangemode": "tozero", "title": {"text": titles[0]}}
         figures.append(figure)
     return figures
-
-
-def _stacked(
-    merges: Sequence[MergeLine], weights: Mapping[str, Mapping[int, float]], modalities: Mapping[str, Sequence[str]]
-) -> Figure:
-    """The aggregation weights of all silos, stacked, those with one modality at the top."""
-    note = "Weight of each silo in a merge; a silo without a reply has none. Silos with one modality are at the top."
-    figure = Figure("Aggregation weights", "round", "weight", note=note)
-    versions = [line.version for line in merges]
-    for silo in sorted(weights, key=lambda name: (len(modalities[name]) == 1, name)):
-        y = [weights[silo].get(version, 0.0) for version in versions]
-        name = f"{silo} ({' + '.join(modalities[silo])})" if modalities[silo] else silo
-        figure.draw("bar", x=versions, y=y, name=name, marker={"line": {"width": 0}})
-    figure.layout |= {"barmode": "stack", "bargap": 0}
-    return figure
 
 
 def staleness(merges: Sequence[MergeLine]) -> Figure | None:
@@ -228,34 +315,66 @@ def staleness(merges: Sequence[MergeLine]) -> Figure | None:
     return figure
 
 
-def silos(summary: RunSummary) -> list[Figure]:
-    """Retrieval and participation of each silo, coloured by modality."""
-    names, entries = list(summary.per_silo), list(summary.per_silo.values())
-    legend = {
-        ("image", "text"): ("images and captions", 0),
-        ("image",): ("images only", 1),
-        ("text",): ("captions only", 2),
-    }
-    quality = Figure(
-        "Retrieval for each silo",
-        "",
-        "R@1 of the shared model",
-        note="Mean of both directions, uncertain with few items; queries are the silo's own held-out items.",
+def interval(recall: float, items: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a mean R@1, as if all queries of both directions were independent.
+
+    Args:
+        recall: mean of both directions.
+        items: number of queries of the direction that has fewer.
+    """
+    n, z = 2 * max(1, items), 1.96
+    middle, half = recall + z * z / (2 * n), z * math.sqrt(recall * (1 - recall) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+
+
+def silos(found: Mapping[str, SiloResult]) -> Figure | None:
+    """R@1 of each silo with its interval, before and after, sorted within each modality; None without any."""
+    if not found:
+        return None
+    note = (
+        "Open: the untrained model. Filled: after training, with its 95 % interval. Queries are the own held-out "
+        f"items of each silo, mean of both directions; pale: fewer than {_FEW} of them, mostly chance."
     )
-    busy = Figure("Participation", "", "merged replies", note="Number of each silo's replies that were merged.")
-    for kinds, (name, place) in legend.items():
-        rows = [place_ for place_, entry in enumerate(entries) if tuple(sorted(entry.modalities)) == kinds]
-        if not rows:
+    figure = Figure("Retrieval for each silo", "R@1 of the shared model", "", 16 * len(found) + 130, note)
+    order = list(_KINDS)
+    names = sorted(found, key=lambda name: (order.index(found[name].kind), found[name].after))
+    for kind, (title, shade) in _KINDS.items():
+        some = [name for name in names if found[name].kind == kind]
+        if not some:
             continue
-        text = [f"{entries[row].samples:,} training items, {entries[row].participations} replies" for row in rows]
-        marker, x = {"color": COLOURS[place]}, [names[row] for row in rows]
-        scores = [entries[row].figures.get(HEADLINE) for row in rows]
-        quality.draw("bar", x=x, y=scores, name=name, marker=marker, hovertext=text)
-        counts = [entries[row].participations for row in rows]
-        busy.draw("bar", x=x, y=counts, name=name, marker=marker, hovertext=text)
-    for figure in (quality, busy):
-        figure.x |= {"type": "category", "categoryorder": "array", "categoryarray": names}
-    return [quality, busy]
+        x: list[float | None] = []
+        for name in some:
+            x += [found[name].before, found[name].after, None]
+        y = [each for name in some for each in (name, name, None)]
+        line = {"color": shade, "width": 1}
+        figure.draw("scatter", x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False)
+        hollow = {"color": shade, "symbol": "circle-open", "size": 7}
+        before = [found[name].before for name in some]
+        figure.draw("scatter", x=before, y=some, mode="markers", marker=hollow, showlegend=False, name="before")
+        for few in (False, True):
+            part = [name for name in some if (found[name].items < _FEW) == few]
+            if not part:
+                continue
+            after, bounds = [found[name].after for name in part], [found[name].interval for name in part]
+            plus = [high - value for value, (_, high) in zip(after, bounds, strict=True)]
+            minus = [value - low for value, (low, _) in zip(after, bounds, strict=True)]
+            figure.draw(
+                "scatter",
+                x=after,
+                y=part,
+                mode="markers",
+                name=title,
+                legendgroup=title,
+                showlegend=not few or all(found[name].items < _FEW for name in some),
+                opacity=0.45 if few else 1,
+                marker={"color": shade, "size": 8},
+                error_x={"array": plus, "arrayminus": minus, "thickness": 1, "width": 2},
+                text=[counted(found[name].items, "held-out item") for name in part],
+                hovertemplate="%{y}: %{x:.3f}<br>%{text}<extra></extra>",
+            )
+    figure.x |= {"range": [0, 1]}
+    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": names, "dtick": 1}
+    return figure
 
 
 def holdings(data: ReportData, modalities: Mapping[str, Sequence[str]]) -> Figure | None:
@@ -280,32 +399,23 @@ def holdings(data: ReportData, modalities: Mapping[str, Sequence[str]]) -> Figur
         hovertemplate="%{y}<br>%{x}: %{z} items<extra></extra>",
         colorbar={"title": {"text": "items"}},
     )
-    figure.y |= {"type": "category", "autorange": "reversed"}
+    figure.x |= {"type": "category", "dtick": 1}
+    figure.y |= {"type": "category", "autorange": "reversed", "dtick": 1}
     return figure
 
 
-def traffic(facts: LogFacts, summary: RunSummary) -> list[Figure]:
-    """Payload bytes by kind and silo as logged, or by kind alone if there is no log."""
-    figures = []
-    known = sorted(summary.bytes.up.keys() | summary.bytes.down.keys())
-    colours = {kind: colour(place) for place, kind in enumerate(known)}  # the same in both figures
-    for title, table, total in (
-        ("Traffic from the silos", facts.up, summary.bytes.up),
-        ("Traffic to the silos", facts.down, summary.bytes.down),
-    ):
-        figure = Figure(title, "", "payload [MB]", note="Tensors of the messages by kind of payload, without headers.")
-        kinds = sorted(total)
-        for kind in kinds:
-            if table:
-                x = sorted(table)
-                y = [table[silo][kind] / 1e6 for silo in x]
-            else:
-                x, y = [kind.replace("_", " ")], [total[kind] / 1e6]
-            figure.draw("bar", x=x, y=y, name=kind.replace("_", " "), marker={"color": colours[kind]})
-        figure.layout["barmode"] = "stack"
-        if kinds:
-            figures.append(figure)
-    return figures
+def traffic(summary: RunSummary) -> Figure | None:
+    """Payload bytes to and from the silos by kind; None if there were none."""
+    figure = Figure("Traffic [MB]", "", "", 260, "Tensors of the messages by kind of payload, without headers.")
+    ways = (("from the silos", summary.bytes.up), ("to the silos", summary.bytes.down))
+    kinds = sorted(summary.bytes.up.keys() | summary.bytes.down.keys())
+    for place, kind in enumerate(kinds):
+        x = [table.get(kind, 0) / 1e6 for _, table in ways]
+        marker = {"color": colour(place)}
+        figure.draw("bar", orientation="h", x=x, y=[way for way, _ in ways], name=kind.replace("_", " "), marker=marker)
+    figure.layout["barmode"] = "stack"
+    figure.y["dtick"] = 1
+    return figure if kinds else None
 
 
 def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
@@ -326,27 +436,31 @@ def examples(data: ReportData) -> list[tuple[str, str, list[Example]]]:
     return [group for group in groups if group[1] or group[2]]
 
 
-def space(title: str, pairs: Space) -> Figure:
-    """Held-out pairs in the plane, each image joined to its caption by a line."""
+def space(before: Space | None, after: Space | None) -> Figure | None:
+    """Held-out pairs in the plane before and after training, each image joined to its caption; None without any."""
     note = "Two largest principal components of the embeddings. A short line means that a pair lies close together."
-    figure = Figure(title, "", "", 440, note)
-    x: list[float | None] = []
-    y: list[float | None] = []
-    for image, text in zip(pairs.image, pairs.text, strict=True):
-        x += [image[0], text[0], None]
-        y += [image[1], text[1], None]
-    figure.draw(
-        "scatter", x=x, y=y, mode="lines", line={"width": 0.5, "color": "#9aa7b4"}, hoverinfo="skip", showlegend=False
+    states = [(title, found) for title, found in (("after training", after), ("before training", before)) if found]
+    figure = Figure("The shared space", states[0][0] if states else "", "", 440, note)
+    for place, (_, pairs) in enumerate(states):
+        x: list[float | None] = []
+        y: list[float | None] = []
+        for image, text in zip(pairs.image, pairs.text, strict=True):
+            x += [image[0], text[0], None]
+            y += [image[1], text[1], None]
+        line = {"width": 0.5, "color": "#9aa7b4"}
+        quiet = {"hoverinfo": "skip", "showlegend": False, "visible": not place}
+        figure.draw("scatter", x=x, y=y, mode="lines", line=line, **quiet)
+        for name, points, shade, symbol in (("image", pairs.image, 0, "circle"), ("caption", pairs.text, 1, "x")):
+            x, y = [point[0] for point in points], [point[1] for point in points]
+            marker = {"size": 6, "symbol": symbol, "color": COLOURS[shade]}
+            figure.draw("scatter", x=x, y=y, mode="markers", name=name, marker=marker, visible=not place)
+    figure.choose(
+        [
+            (title, [{"visible": [at // 3 == place for at in range(3 * len(states))]}, {"xaxis.title.text": title}])
+            for place, (title, _) in enumerate(states)
+        ],
+        "update",
     )
-    for name, points, place, symbol in (("image", pairs.image, 0, "circle"), ("caption", pairs.text, 1, "x")):
-        figure.draw(
-            "scatter",
-            x=[point[0] for point in points],
-            y=[point[1] for point in points],
-            mode="markers",
-            name=name,
-            marker={"size": 6, "symbol": symbol, "color": COLOURS[place]},
-        )
     figure.x |= {"showticklabels": False}
     figure.y |= {"showticklabels": False, "scaleanchor": "x"}
-    return figure
+    return figure if states else None

@@ -9,16 +9,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup
 
+from fedmq.packages import package
 from fedmq.text import printable_on_a_page
 
-_TEMPLATES = Path(__file__).with_name("templates")
+#: Templates and the style that all pages share.
+TEMPLATES = Path(__file__).with_name("templates")
 #: Significant digits of numbers in figures, more than a screen can show.
 _DIGITS = 6
 #: Maximum number of rounds for which each round has its own tick. With few rounds, plotly.js would also label halves of
@@ -31,7 +32,6 @@ COLOURS = (
 )  # fmt: skip
 #: The one attribute of a trace whose text has tags.
 _TEMPLATE = "hovertemplate"
-_numbers = count()
 
 
 class Figure:
@@ -66,6 +66,22 @@ class Figure:
             rounds = [place for drawn in self.traces for place in cast("list[float]", drawn["x"])]
             self.x["dtick"] = 1 if max(rounds, default=0) <= _MOST_TICKS else None
 
+    def choose(self, choices: Sequence[tuple[str, Sequence[object]]], method: str, *, right: bool = False) -> None:
+        """Add a menu above the figure, unless there is only one choice.
+
+        Args:
+            choices: label and arguments for plotly.js, that of the figure as drawn first.
+            method: ``restyle`` or ``update``.
+            right: at the right edge instead of the left.
+        """
+        if len(choices) > 1:
+            side = {"x": 1, "xanchor": "right"} if right else {"x": 0, "xanchor": "left"}
+            buttons = [{"label": label, "method": method, "args": list(args)} for label, args in choices]
+            self.layout["updatemenus"] = [
+                {"type": "dropdown", **side, "y": 1.02, "yanchor": "bottom", "buttons": buttons}
+            ]
+            self.layout["margin"] = {"t": 48}
+
     def plain(self) -> dict[str, object]:
         """The figure as JSON-serialisable data, with the keys ``data`` and ``layout`` of plotly.js."""
         return {"data": _plain(self.traces), "layout": _plain(self.layout)}
@@ -79,7 +95,6 @@ class Figure:
             .render(
                 # No text in the data may end the script element that holds it.
                 figure=self,
-                number=next(_numbers),
                 data=Markup(data.replace("<", "\\u003c")),  # noqa: S704
             )
         )
@@ -108,7 +123,7 @@ def _plain(value: object) -> Any:
 @cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         finalize=_shown,
         undefined=jinja2.StrictUndefined,
@@ -123,9 +138,7 @@ def _shown(value: object) -> object:
 
 @cache
 def _plotly() -> str:
-    from plotly.offline import get_plotlyjs  # noqa: PLC0415 - reads a file of five megabytes
-
-    script: str = get_plotlyjs()
+    script: str = package("plotly.offline", "report", "report.html").get_plotlyjs()  # a file of five megabytes
     return script
 
 
@@ -141,9 +154,9 @@ def render(template: str, **values: object) -> str:
     return page.encode("utf-8", "replace").decode("utf-8")  # run files may hold halves of surrogate pairs
 
 
-def document(title: str, notes: Sequence[str], figures: Sequence[Figure]) -> str:
-    """Figures on one self-contained HTML page."""
-    return render("figures.html.jinja", title=title, notes=notes, figures=figures)
+def document(title: str, notes: Sequence[str], figures: Sequence[Figure], table: Sequence[Sequence[str]] = ()) -> str:
+    """Figures on one self-contained HTML page, below a table whose first row is its head."""
+    return render("figures.html.jinja", title=title, notes=notes, figures=figures, table=table)
 
 
 def colour(place: int, opacity: float = 1.0) -> str:

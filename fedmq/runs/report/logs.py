@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedmq.runs.report.html import Figure
+from fedmq.config.scenario import Scenario
+from fedmq.runs.report.html import COLOURS, Figure
+from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import Progress, tell
+from fedmq.text import Progress, counted, tell
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
     LogRecord,
@@ -23,24 +26,17 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 
-#: Titles of time axes.
-RUN_TIME = "the run's time [s]"
-VIRTUAL_TIME = "virtual time [s]"
+_VIRTUAL_TIME = "virtual time [s]"
 _VIRTUAL_NOTE = (
     " Virtual time is simulated from the scenario's cost (speed and bandwidth of the silos); it is not the real time "
     "that the run took."
 )
 #: Height of a silo's row in the timeline [pixels].
 _ROW = 18
-#: Maximum number of tasks drawn; for longer runs the first and the last ones.
-_MOST_TASKS = 6000
-#: Outcomes of a task, with their colours.
-_OUTCOMES: Mapping[str, str] = {
-    "reply arrived": "#0072B2",
-    "reply discarded": "#B2762A",
-    "failed": "#D55E00",
-    "not answered": "#9aa7b4",
-}
+#: Most cells of a silo's row in the timeline, and the number of merges up to which they do not follow the merges.
+_CELLS, _FEW_MERGES = 120, 12
+#: Outcomes of a task.
+_MERGED, _DISCARDED, _FAILED, _OPEN = "reply arrived", "reply discarded", "failed", "not answered"
 #: Incidents, with the plotly symbol that marks them.
 _INCIDENTS: Mapping[LogEvent, tuple[str, str]] = {
     LogEvent.PEER_LOST: ("connection lost", "x"),
@@ -60,14 +56,14 @@ class TaskSpan:
         sequence: number of the task.
         start: the run's time when it was sent [s].
         end: the run's time of its outcome [s]; None if there was none.
-        outcome: a key of the figure's legend.
+        outcome: in words.
     """
 
     silo: str
     sequence: int
     start: float
     end: float | None = None
-    outcome: str = "not answered"
+    outcome: str = _OPEN
 
 
 @dataclass(frozen=True)
@@ -160,9 +156,9 @@ def _settle(facts: LogFacts, record: TimelineRecord) -> None:
     if task is None:
         return
     if record.event == TimelineEvent.ARRIVED:
-        task.end, task.outcome = float(record.now), "reply arrived"
+        task.end, task.outcome = float(record.now), _MERGED
     elif record.event == TimelineEvent.FAILED:
-        task.end, task.outcome = float(record.now), "failed"
+        task.end, task.outcome = float(record.now), _FAILED
 
 
 def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:
@@ -171,7 +167,7 @@ def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:
         task = facts.tasks.get((silo, _sequence(record)))
         # A silo that is sent a task again may reply again; the first reply counts.
         if task is not None and record.facts.get("reason") != "duplicate":
-            task.outcome = "reply discarded"
+            task.outcome = _DISCARDED
     elif kind in _INCIDENTS and silo and silo != EVALUATOR:
         detail = record.facts.get("kind") or record.facts.get("reason") or ""
         facts.incidents.append(Incident(silo, facts.end, kind, str(detail)))
@@ -182,55 +178,92 @@ def _sequence(record: NoteRecord) -> int:
     return sequence if isinstance(sequence, int) else -1
 
 
-def timeline(facts: LogFacts, silos: list[str], clock: str = RUN_TIME) -> Figure | None:
-    """Every silo's tasks and incidents over the run's time; None if the log has neither.
+def incidents_text(facts: LogFacts) -> str:
+    """Numbers of incidents by kind, ``3 connection lost, 1 excluded``; empty without any."""
+    numbers = Counter(incident.kind for incident in facts.incidents)
+    return ", ".join(f"{numbers[kind]} x {name}" for kind, (name, _) in _INCIDENTS.items() if numbers[kind])
+
+
+def time_axis(scenario: Scenario) -> str:
+    """Title of an axis of the run's time."""
+    return _VIRTUAL_TIME if scenario.clock == "virtual" else "time since the run began [s]"
+
+
+def tasks_of(merges: Sequence[MergeLine]) -> list[TaskSpan]:
+    """The tasks of a run without logs, from its merges: from the merge that made the model of a reply to its own."""
+    at = {0: 0.0, **{line.version: line.now for line in merges}}
+    return [
+        TaskSpan(silo, line.version, at.get(line.version - 1 - stale, 0.0), line.now, _MERGED)
+        for line in merges
+        for silo, stale in zip(line.replies, line.staleness, strict=True)
+    ]
+
+
+def _edges(merges: Sequence[MergeLine], end: float) -> tuple[list[float], str]:
+    """Edges of the timeline's cells [s], and what a cell is: some merges, or with few merges a share of the time."""
+    if len(merges) <= _FEW_MERGES:
+        return [end * place / _CELLS for place in range(_CELLS + 1)], ""
+    step = -(-len(merges) // _CELLS)
+    edges = [0.0, *(line.now for line in merges[step - 1 : -1 : step]), end]
+    return sorted({*edges}), f"Each cell is {counted(step, 'merge')}. "
+
+
+def timeline(facts: LogFacts, merges: Sequence[MergeLine], silos: list[str], clock: str) -> Figure | None:
+    """How busy every silo was over the run's time, and what happened; None without tasks and incidents.
 
     Args:
-        facts: facts from the coordinator's log.
+        facts: of the log; without tasks, as in a run inside one process, the merges show them.
+        merges: merges of the run.
         silos: names, in order from the top.
         clock: title of the time axis.
     """
-    tasks = list(facts.tasks.values())
-    if not tasks and not facts.incidents:
+    tasks, incidents = list(facts.tasks.values()) or tasks_of(merges), facts.incidents
+    if not tasks and not incidents:
         return None
-    note = "A bar is a task: from the time it was sent until its reply arrived. Gaps are waiting time. Drag to zoom in."
-    if len(tasks) > _MOST_TASKS:
-        half = _MOST_TASKS // 2
-        tasks = [*tasks[:half], *tasks[-half:]]
-        note += f" Only the first and the last {half:,} tasks are drawn."
-    note += _VIRTUAL_NOTE if clock == VIRTUAL_TIME else ""
-    seconds = "s of virtual time" if clock == VIRTUAL_TIME else "s"
-    figure = Figure("Timeline of the silos", clock, "", max(240, _ROW * len(silos) + 120), note)
-    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": silos[::-1]}
-    figure.layout["barmode"] = "overlay"
-    for outcome, colour in _OUTCOMES.items():
-        some = [task for task in tasks if task.outcome == outcome]
-        if some:
-            ends = [facts.end if task.end is None else task.end for task in some]
-            figure.draw(
-                "bar",
-                orientation="h",
-                name=outcome,
-                y=[task.silo for task in some],
-                base=[task.start for task in some],
-                x=[max(0.0, end - task.start) for end, task in zip(ends, some, strict=True)],
-                marker={"color": colour, "line": {"width": 0}},
-                customdata=[[task.sequence, task.start] for task in some],
-                hovertemplate="%{y}, task %{customdata[0]}<br>"
-                f"sent at %{{customdata[1]:.1f}} s, took %{{x:.1f}} {seconds}<extra></extra>",
-            )
+    end = max([1e-9, facts.end, *(line.now for line in merges)])
+    edges, cell = _edges(merges, end)
+    span = "was sent until its reply arrived" if facts.tasks else "could begin, a merge, until its reply was merged"
+    note = f"{cell}Full colour: the silo had a task all the time, from when it {span}; pale: a part of the time."
+    note += _VIRTUAL_NOTE if clock == _VIRTUAL_TIME else ""
+    figure = Figure("Timeline of the silos", clock, "", max(200, _ROW * len(silos) + 130), note)
+    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": silos[::-1], "dtick": 1}
+    busy = {silo: [0.0] * (len(edges) - 1) for silo in silos}
+    for task in tasks:
+        stop = end if task.end is None else task.end
+        for place in range(bisect(edges, task.start) - 1, len(edges) - 1) if task.silo in busy else ():
+            low, high = edges[place], edges[place + 1]
+            if low >= stop:
+                break
+            share = (min(stop, high) - max(task.start, low)) / (high - low)
+            busy[task.silo][place] = min(1.0, busy[task.silo][place] + share)
+    figure.draw(
+        "heatmap",
+        x=edges,
+        y=silos,
+        z=list(busy.values()),
+        zmin=0,
+        zmax=1,
+        ygap=2,
+        colorscale=[[0, "rgba(0,114,178,0)"], [1, "rgba(0,114,178,0.85)"]],
+        showscale=False,
+        hovertemplate="%{y} at %{x:.1f} s: busy %{z:.0%}<extra></extra>",
+    )
+    failed = [(task.silo, end if task.end is None else task.end, "") for task in tasks if task.outcome == _FAILED]
+    marks = [(_FAILED, "circle-open", failed)]
     for kind, (name, symbol) in _INCIDENTS.items():
-        found = [incident for incident in facts.incidents if incident.kind is kind]
+        some = [(each.silo, each.now, each.detail) for each in incidents if each.kind is kind]
+        marks.append((name, symbol, some))
+    for place, (name, symbol, found) in enumerate(marks):
         if found:
             figure.draw(
                 "scatter",
                 mode="markers",
                 name=name,
-                x=[incident.now for incident in found],
-                y=[incident.silo for incident in found],
-                text=[incident.detail for incident in found],
-                marker={"symbol": symbol, "size": 9, "color": "#CC79A7", "line": {"width": 1, "color": "#1c2733"}},
-                hovertemplate=f"%{{y}}, {name} %{{text}}<br>at %{{x:.1f}} {seconds}<extra></extra>",
+                x=[now for _, now, _ in found],
+                y=[silo for silo, _, _ in found],
+                text=[detail for _, _, detail in found],
+                marker={"symbol": symbol, "size": 8, "color": COLOURS[1 + place], "line": {"width": 1}},
+                hovertemplate=f"%{{y}}, {name} %{{text}}<br>at %{{x:.1f}} s<extra></extra>",
             )
     return figure
 

@@ -1,27 +1,49 @@
-"""The report of a run: its result in words, figures, examples and tables on one self-contained HTML page."""
+"""The report of a run: its result in words, figures, examples and tables on one self-contained HTML page.
+
+Also several runs on one page: their results in a table, and their curves in common figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import Metric, is_known, metric_of
+from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
+from fedmq.runs.data_records import ReportData
 from fedmq.runs.report import figures
-from fedmq.runs.report.data import ReportData
-from fedmq.runs.report.html import Figure, render
-from fedmq.runs.report.logs import RUN_TIME, VIRTUAL_TIME, LogFacts, LoggedFacts, read_logs, timeline
-from fedmq.runs.result_limits import chosen_by_validation, gallery_of, items_left_out, meaningful, training_warnings
+from fedmq.runs.report.figures import SiloResult
+from fedmq.runs.report.first_screen import answers, protection, silo_results
+from fedmq.runs.report.html import COLOURS, Figure, colour, render
+from fedmq.runs.report.logs import (
+    LogFacts,
+    LoggedFacts,
+    read_logs,
+    time_axis,
+    timeline,
+)
+from fedmq.runs.result_limits import (
+    chosen_by_validation,
+    gallery_of,
+    items_each,
+    items_left_out,
+    meaningful,
+    training_warnings,
+)
 from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
-from fedmq.runs.run_records import MergeLine, PersonalLine, RunSummary, SiloSummary
+from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
-from fedmq.text import counted, size_text
+from fedmq.text import counted, size_text, tensor_text
 from fedmq.wire.log_records import SentPayloads
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -30,7 +52,12 @@ if TYPE_CHECKING:
 
 
 def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:
-    """Write ``report.html`` from the run's records and, where they exist, ``report_data.json`` and the message logs.
+    """Write ``report.html``; arguments and errors as in :func:`page_of`, and DiskError."""
+    write_text(folder.report, page_of(folder, captions, logged))
+
+
+def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> str:
+    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs.
 
     Args:
         folder: folder of a finished run.
@@ -54,34 +81,45 @@ def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Logg
     logged, data = logged or read_logs(folder), _data_of(folder, summary)
     facts = logged.course
     scenario, custom = load(folder.scenario), tuple(summary.custom_metrics.values())
-    clock = RUN_TIME if summary.seconds.virtual is None else VIRTUAL_TIME
+    clock = time_axis(scenario)
     modalities = {name: silo.modalities for name, silo in summary.per_silo.items()}
-    page = render(
+    found = silo_results(summary, evaluations)
+    worst = min(found, key=lambda name: found[name].after, default=None)
+    of_silos = [figures.silos(found), *figures.served(evaluations, personal, modalities, worst)]
+    of_silos += [] if data is None else [figures.holdings(data, modalities)]
+    return render(
         "report.html.jinja",
         title=f"{summary.scenario}: {summary.method}",
         headline=headline(summary, untrained),
-        facts=_facts(summary, resumed=facts.resumed),
+        answers=answers(summary, evaluations, scenario, facts),
         remarks=_remarks(summary, untrained),
-        about=_about(summary, scenario, facts),
+        about=" ".join([_about(summary, scenario, facts), *_notes(data)]),
         curves=figures.curves(evaluations, merges, personal, custom, facts.bytes_at, clock),
         examples=[] if data is None else figures.examples(data),
         gallery_items=0 if data is None else data.items,
-        silos=[*_silo_figures(summary, data, modalities), figures.spread(evaluations, personal)],
-        silo_table=_silo_table(summary),
-        timeline=timeline(facts, list(summary.per_silo), clock),
+        losses=figures.losses(merges, modalities, worst),
+        silos=[each for each in of_silos if each is not None],
+        silo_table=_silo_table(summary, found, facts),
+        timeline=timeline(facts, merges, list(summary.per_silo), clock),
+        logged=summary.messages.logged,
         weights=figures.reported(merges, modalities, captions),
         staleness=figures.staleness(merges),
-        traffic=figures.traffic(facts, summary),
-        spaces=_spaces(data),
-        privacy=_privacy(logged.sent, summary, scenario),
+        traffic=figures.traffic(summary),
+        space=None if data is None else figures.space(data.before, data.after),
+        left=_left(logged.sent, summary),
+        protection=protection(scenario),
         metrics=_metric_table(summary, untrained, custom),
+        items_each=items_each(summary),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
         seconds=[(phase, f"{found:,.1f}") for phase, found in summary.seconds.plain().items() if found is not None],
         resumed=facts.resumed,
         digests=_digests(summary),
         scenario_text=read_regular(folder.scenario, "a run's scenario").decode("utf-8", "replace"),
     )
-    write_text(folder.report, page)
+
+
+def _notes(data: ReportData | None) -> list[str]:
+    return [f"Data, {line}." for line in (data.notes if data else ())]
 
 
 def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
@@ -124,27 +162,6 @@ def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
     return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary, untrained)]
 
 
-def _facts(summary: RunSummary, *, resumed: bool) -> list[tuple[str, str]]:
-    """Figures in large print: value and what it is."""
-    single = sum(len(silo.modalities) == 1 for silo in summary.per_silo.values())
-    size, gallery = size_text(sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())), gallery_of(summary)
-    known = meaningful(summary.metrics, gallery)
-    found = [(f"{known[name]:.3f}", metric_of(name).title) for name in ("mean_r1", "map") if name in known]
-    if gallery is not None:
-        found.append((f"{gallery.images:,}", f"items in the gallery ({gallery.items})"))
-    found += [
-        (str(len(summary.per_silo)), f"silos, {single} of them with one modality"),
-        (str(summary.versions), "rounds"),
-        (size, "exchanged in both directions"),
-        (f"{summary.seconds.total:.0f} s", "real time" + ", incomplete as the run was resumed" * resumed),
-    ]
-    if summary.seconds.virtual is not None:
-        found.append((f"{summary.seconds.virtual:.0f} s", "virtual time, simulated from the scenario's cost"))
-    if "worst_r1" in summary.fairness:
-        found.append((f"{summary.fairness['worst_r1']:.3f}", "R@1 of the worst-served silo"))
-    return found
-
-
 def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
     """What was run, when, and on what, in one paragraph."""
     when = ""
@@ -159,71 +176,51 @@ def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:
     who = "all silos" if rate == 1 else f"{rate:.0%} of the silos"
     noise = scenario.privacy.noise_multiplier
     private = f" Updates are clipped and noised (multiplier {noise})." if noise else ""
-    faults = f" {len(scenario.faults)} faults are scripted." if scenario.faults else ""
+    more = " (incomplete as the run was resumed)" * facts.resumed
+    if summary.seconds.virtual is not None:
+        more += f", {summary.seconds.virtual:.0f} s of virtual time, simulated from the scenario's cost"
+    faults = f" Scripted: {counted(len(scenario.faults), 'fault')}." if scenario.faults else ""
     return (
         f"{when}Method {summary.method}, seed {summary.seed}, on {len(summary.per_silo)} silos{lacking}. "
         f"Data: {data}, partition {part.kind}; backbone {scenario.backbone.name}; "
-        f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} Made with {made}."
+        f"each round selects {who}; aggregation is {scenario.aggregation.mode}.{private}{faults} "
+        f"It took {summary.seconds.total:.0f} s{more}. Made with {made}."
     )
 
 
-def _silo_figures(
-    summary: RunSummary, data: ReportData | None, modalities: Mapping[str, Sequence[str]]
-) -> list[Figure]:
-    held = None if data is None else figures.holdings(data, modalities)
-    return [*([held] if held else []), *figures.silos(summary)]
-
-
-def _headline(silo: SiloSummary) -> str:
-    """The headline metric of a silo; a dash if it has no held-out items with both modalities."""
-    return f"{silo.figures[HEADLINE]:.4f}" if HEADLINE in silo.figures else "-"
-
-
-def _silo_table(summary: RunSummary) -> list[tuple[str, str, str, int, str]]:
-    return [
-        (name, " + ".join(silo.modalities), f"{silo.samples:,}", silo.participations, _headline(silo))
-        for name, silo in summary.per_silo.items()
-    ]
-
-
-def _spaces(data: ReportData | None) -> list[Figure]:
-    if data is None:
-        return []
-    titled = (("The shared space before training", data.before), ("The shared space after training", data.after))
-    return [figures.space(title, found) for title, found in titled if found is not None]
-
-
-def _left(sent: SentPayloads, summary: RunSummary) -> list[tuple[str, int | str, str, str]]:
-    """What left the silos, as ``fedmq audit`` counts it: kind, number of silos, number of payloads, tensor bytes."""
-    if not summary.messages.logged:
-        return [(kind.replace("_", " "), "", "", size_text(size)) for kind, size in sorted(summary.bytes.up.items())]
-    silos = [name for name in sent.number if name not in (COORDINATOR, EVALUATOR)]
-    rows: list[tuple[str, int | str, str, str]] = []
-    for kind in sorted({kind for name in silos for kind in sent.number[name]}):
-        counts = [sent.number[name][kind] for name in silos if sent.number[name][kind]]
-        size = sum(sent.bytes[name][kind] for name in silos)
+def _silo_table(summary: RunSummary, found: Mapping[str, SiloResult], facts: LogFacts) -> list[tuple[str | int, ...]]:
+    rows: list[tuple[str | int, ...]] = []
+    for name, silo in summary.per_silo.items():
+        result, bounds = found.get(name), "-"
+        if result is not None:
+            bounds = "{:.2f} to {:.2f}".format(*result.interval)
         rows.append(
-            (kind.replace("_", " "), len(counts), f"{sum(counts):,}", size_text(size) if size else "numbers only")
+            (
+                name,
+                " + ".join(silo.modalities),
+                f"{silo.samples:,}",
+                result.items if result is not None else "-",
+                silo.participations,
+                _shown(None if result is None else result.before),
+                _shown(None if result is None else result.after),
+                bounds,
+                *(size_text(sum(table[name].values())) for table in (facts.up, facts.down) if summary.messages.logged),
+            )
         )
     return rows
 
 
-def _privacy(sent: SentPayloads, summary: RunSummary, scenario: Scenario) -> dict[str, object]:
-    """What left the silos, and what protects it."""
-    privacy = scenario.privacy
-    if privacy.clip_norm is None:
-        protection = "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
-    elif not privacy.noise_multiplier:
-        protection = f"Updates were clipped to norm {privacy.clip_norm}, without noise: there is no formal guarantee."
-    else:
-        source = (
-            "each silo's private key" if privacy.noise_from == "key" else "the scenario's seed, which anyone may know"
-        )
-        protection = (
-            f"Updates were clipped to norm {privacy.clip_norm} and noised (multiplier {privacy.noise_multiplier}); "
-            f"the noise comes from {source}. fedmq audit computes epsilon."
-        )
-    return {"sent": _left(sent, summary), "protection": protection, "logged": summary.messages.logged}
+def _left(sent: SentPayloads, summary: RunSummary) -> list[tuple[str | int, ...]]:
+    """What left the silos, as ``fedmq audit`` counts it: by kind; without logs only the sizes."""
+    if not summary.messages.logged:
+        return [(kind.replace("_", " "), size_text(size)) for kind, size in sorted(summary.bytes.up.items())]
+    silos = [name for name in sent.number if name not in (COORDINATOR, EVALUATOR)]
+    rows: list[tuple[str | int, ...]] = []
+    for kind in sorted({kind for name in silos for kind in sent.number[name]}):
+        counts = [sent.number[name][kind] for name in silos if sent.number[name][kind]]
+        size = sum(sent.bytes[name][kind] for name in silos)
+        rows.append((kind.replace("_", " "), len(counts), f"{sum(counts):,}", tensor_text(size)))
+    return rows
 
 
 def _metric_table(
@@ -248,3 +245,143 @@ def _digests(summary: RunSummary) -> list[tuple[str, str]]:
 def _title(name: str, custom: tuple[Metric, ...] = ()) -> str:
     """Title of a metric; empty for metrics that this version of fedmq does not know."""
     return metric_of(name, custom).title if is_known(name, custom) else ""
+
+
+# ------------------------------------------------------------------------------------------------------ several runs
+#: Metrics that have a figure: those of the short display, and fairness.
+_CURVES = (*BRIEF, "map")
+#: Digest at the end of the name of a run of a comparison.
+_DIGEST = re.compile("[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class _RunOfSeveral:
+    name: str
+    summary: RunSummary
+    evaluations: tuple[EvaluationLine, ...]
+    merges: tuple[MergeLine, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the summary, without recalls that every model reaches in so small a gallery."""
+        return meaningful(self.summary.metrics, gallery_of(self.summary))
+
+
+def write_side_by_side(folders: Sequence[RunFolder], path: Path) -> None:
+    """Write the page into a file; arguments and errors as in :func:`side_by_side`, and DiskError."""
+    write_text(path, side_by_side(folders))
+
+
+def side_by_side(folders: Sequence[RunFolder]) -> str:
+    """The page of several runs.
+
+    Args:
+        folders: folders of finished runs, at least two.
+
+    Raises:
+        InputError: a run is not finished, or its files are invalid.
+    """
+    runs = [_read_one(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    rows = [
+        (_title(name) or name, *(f"{run.metrics[name]:.4f}" if name in run.metrics else "-" for run in runs))
+        for name in columns
+    ]
+    facts = [
+        ("R@1", *(_shown(run.metrics.get(HEADLINE)) for run in runs)),
+        ("method", *(run.summary.method for run in runs)),
+        ("seed", *(str(run.summary.seed) for run in runs)),
+        ("rounds", *(str(run.summary.versions) for run in runs)),
+        ("silos", *(str(len(run.summary.per_silo)) for run in runs)),
+        (
+            "R@1 of the worst-served silo",
+            *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
+        ),
+        ("payload from the silos", *(size_text(sum(run.summary.bytes.up.values())) for run in runs)),
+        ("payload to the silos", *(size_text(sum(run.summary.bytes.down.values())) for run in runs)),
+        ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),
+    ]
+    same_data = len({run.summary.data_digest for run in runs}) == 1
+    return render(
+        "side_by_side.html.jinja",
+        title=", ".join(run.name for run in runs),
+        names=[run.name for run in runs],
+        same_data=same_data,
+        facts=facts,
+        metrics=rows,
+        settings=_differing(folders),
+        figures=[_curve_of(runs, name) for name in _CURVES if any(name in run.metrics for run in runs)]
+        + [_losses_of(runs), _silos_of(runs)],
+    )
+
+
+def _names(folders: Sequence[RunFolder]) -> list[str]:
+    """The folders' names without what all have in common, and without the digest of a comparison's run."""
+    full = [folder.root.resolve().name for folder in folders]
+    parts = [name.split("-") for name in full]
+    common = sum(1 for _ in takewhile(lambda each: len({*each}) == 1, zip(*parts, strict=False)))
+    short = ["-".join(each[common:]).removesuffix("-" + each[-1] * bool(_DIGEST.fullmatch(each[-1]))) for each in parts]
+    return short if len({*short}) == len(full) and all(short) else full
+
+
+def _read_one(folder: RunFolder, name: str) -> _RunOfSeveral:
+    lines = read_metrics(folder)
+    evaluations = tuple(shared_evaluations(lines))
+    merges = tuple(line for line in lines if isinstance(line, MergeLine))
+    return _RunOfSeveral(name, with_own_figures(read_summary(folder)), evaluations, merges)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _curve_of(runs: Sequence[_RunOfSeveral], metric: str) -> Figure:
+    heading = metric_of(metric).heading if is_known(metric) else metric
+    figure = Figure(_title(metric), "round", heading, note="On the whole held-out split of each run.")
+    for place, run in enumerate(runs):
+        lines = run.evaluations if metric in run.metrics else ()
+        known = {line.version: line.metrics[metric] for line in lines if metric in line.metrics}
+        figures.draw_noisy(figure, list(known), list(known.values()), run.name, COLOURS[place % len(COLOURS)])
+    return figure
+
+
+def _losses_of(runs: Sequence[_RunOfSeveral]) -> Figure:
+    figure = Figure("Training loss", "round", "loss", note="Losses of different methods are not comparable.")
+    for place, run in enumerate(runs):
+        known = {line.version: line.loss for line in run.merges if line.loss}
+        figures.draw_noisy(figure, list(known), list(known.values()), run.name, COLOURS[place % len(COLOURS)])
+    return figure
+
+
+def _silos_of(runs: Sequence[_RunOfSeveral]) -> Figure:
+    note = "R@1 of the shared model with its 95 % interval; the queries are each silo's own held-out items."
+    names = list(dict.fromkeys(name for run in runs for name in run.summary.per_silo))
+    figure = Figure("Retrieval for each silo", "R@1", "", 12 * len(runs) * len(names) + 130, note)
+    figure.layout["scattermode"] = "group"
+    for place, run in enumerate(runs):
+        found = silo_results(run.summary, run.evaluations)
+        after = [silo.after for silo in found.values()]
+        plus = [silo.interval[1] - silo.after for silo in found.values()]
+        minus = [silo.after - silo.interval[0] for silo in found.values()]
+        error = {"array": plus, "arrayminus": minus, "thickness": 1, "width": 2}
+        more = {"name": run.name, "marker": {"color": colour(place)}, "orientation": "h"}
+        figure.draw("scatter", x=after, y=list(found), mode="markers", error_x=error, **more)
+    figure.y |= {"type": "category", "autorange": "reversed", "dtick": 1}
+    return figure
+
+
+def _differing(folders: Sequence[RunFolder]) -> list[tuple[str, ...]]:
+    """The settings that differ between runs: key and its value in each."""
+    settings = [dict(_flat(load(folder.scenario).model_dump(mode="json"))) for folder in folders]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    shared = [key for key in keys if not key.startswith("protocol.") or all(key in each for each in settings)]
+    found = [(key, *(str(each.get(key, "-")) for each in settings)) for key in shared]
+    return [row for row in found if len(set(row[1:])) > 1]
+
+
+def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -34,8 +34,6 @@ _RECONNECT_MS = (50, 5000)
 #: Time without a TCP acknowledgement after which a connection is given up and made again [ms]. TCP alone would retry
 #: for minutes after a long cut, or from an address that this machine no longer has.
 _UNACKNOWLEDGED_MS = 15_000
-#: Failed attempts to connect after which a name's other address family is tried: at first, and at most.
-_ATTEMPTS = (2, 5)
 #: Time for TCP to connect before the next attempt [ms].
 _CONNECT_MS = 5000
 #: Time for a connection's handshake before it is closed [ms].
@@ -125,10 +123,9 @@ class ZeroMQConnection(Connection):
         context: closed with the connection; None if other sockets share it.
         uri: URI of the listener.
         name: ZeroMQ's name of the listener.
-        ipv6: whether to begin with IPv6.
+        ipv6: whether the listener has an IPv6 address.
         watched: whether to count connections, for a transport whose connections can break.
         keys: the keys with which the connection is admitted; None for a listener without keys.
-        either: whether the listener's name may have IPv4 and IPv6 addresses; a socket tries those of one family only.
     """
 
     def __init__(
@@ -141,12 +138,9 @@ class ZeroMQConnection(Connection):
         ipv6: bool,
         watched: bool,
         keys: ConnectionKeys | None = None,
-        either: bool = False,
     ) -> None:
         self.uri, self._name, self._make, self._ipv6, self._watched = uri, name, make, ipv6, watched
         self._keys, self._redial = keys, False
-        self._either, self._failed, self._attempts = either, 0, _ATTEMPTS[0]
-        self._under_way, self._unsent = False, list[BytesLike]()
         self._refusal: ConnectionRefusal | None = None
         self._claim: zmq.Socket[bytes] | None = None
         self._context = context
@@ -165,9 +159,7 @@ class ZeroMQConnection(Connection):
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
         if self._watched:
-            retries = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES | (retries if self._either else 0)
-            self._monitor = self._socket.get_monitor_socket(events)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES)
         try:
             self._socket.connect(self._name)
         except zmq.ZMQError as error:
@@ -196,8 +188,6 @@ class ZeroMQConnection(Connection):
         sendable = check_sendable(frames)
         if self._redial:
             self.reconnect()
-        if self._either and not self._established:
-            self._unsent = list(sendable)
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
         return put(self._socket, sendable)
@@ -212,7 +202,7 @@ class ZeroMQConnection(Connection):
 
         It uses a new socket: a socket that is disconnected while it connects continues to connect.
         """
-        self._redial, self._failed, self._under_way, self._refusal = False, 0, False, None
+        self._redial, self._refusal = False, None
         if self._monitor is not None:
             self._end_monitor()
             self._socket.close(0)
@@ -237,10 +227,6 @@ class ZeroMQConnection(Connection):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
                 self._refusal = None
-                self._failed, self._attempts, self._unsent = 0, _ATTEMPTS[0], []
-            elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
-                self._under_way = event == zmq.EVENT_CONNECTED
-                self._failed += not self._under_way
             elif self._keys is None:
                 continue
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -248,16 +234,6 @@ class ZeroMQConnection(Connection):
                 self._say_name(self._keys)
             else:
                 self._refusal = ConnectionRefusal.FOREIGN
-        if self._failed >= self._attempts and not self._under_way:
-            self._try_other_family()
-
-    def _try_other_family(self) -> None:
-        """Connect to the name's addresses of the other family, and send again what was sent last and dropped."""
-        self._attempts = min(self._attempts + 1, _ATTEMPTS[1])
-        self._ipv6 = not self._ipv6
-        self.reconnect()
-        if self._unsent:
-            put(self._socket, self._unsent)
 
     def _say_name(self, keys: ConnectionKeys) -> None:
         """Present the claim key, so that the coordinator's log names the process whose key it refused."""
@@ -339,9 +315,8 @@ def dial(
     *,
     keys: ConnectionKeys | None = None,
     ipv6: bool = False,
-    either: bool = False,
 ) -> ZeroMQConnection:
-    """Open a connection; arguments as for :func:`bind`, and whether to try both address families in turn.
+    """Open a connection; arguments as for :func:`bind`.
 
     Raises:
         InputError: ZeroMQ refuses the address.
@@ -355,7 +330,7 @@ def dial(
         return socket
 
     name, own = (endpoint.name, None) if endpoint else (uri, context)
-    return ZeroMQConnection(made, own, uri, name, ipv6=ipv6, watched=endpoint is None, keys=keys, either=either)
+    return ZeroMQConnection(made, own, uri, name, ipv6=ipv6, watched=endpoint is None, keys=keys)
 
 
 def _present(socket: zmq.Socket[bytes], secret: bytes, keys: ConnectionKeys) -> None:

@@ -182,7 +182,7 @@ class Transport:
 
 
 def check_received(frames: FramesT) -> FramesT:
-    """Check and return the frames of a peer's message.
+    """Check and return the frames of a peer's message, for transports that hold them all.
 
     Raises:
         RemoteWireError: reason ``malformed``: not two frames.

@@ -48,7 +48,7 @@ def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = No
 
 
 def _connect(uri: str, max_frame: int, queue: int, keys: ConnectionKeys | None = None) -> Connection:
-    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri), either=_either_family(uri))
+    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
 
 
 def _needs_ipv6(uri: str) -> bool:
@@ -58,20 +58,13 @@ def _needs_ipv6(uri: str) -> bool:
     others.
     """
     host = uri.removeprefix("tcp://").rpartition(":")[0]
-    return host == "*" or host.startswith("[") or _families(host) == {socket.AF_INET6}
-
-
-def _either_family(uri: str) -> bool:
-    """Whether a URI has a name with addresses of both families, or one that is unknown so far."""
-    host = uri.removeprefix("tcp://").rpartition(":")[0]
-    return not host.startswith("[") and len(_families(host)) != 1
-
-
-def _families(host: str) -> set[int]:
+    if host == "*" or host.startswith("["):
+        return True
     try:
-        return {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return set()
+        return False
+    return families == {socket.AF_INET6}
 
 
 TRANSPORT = Transport(_FORM, _check, _listen, _connect, admits=True)

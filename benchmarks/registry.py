@@ -1,0 +1,74 @@
+"""The benchmarks by name, and the process that runs one of them under its time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter
+
+from benchmarks.measure import Result, load_average
+
+_CONTEXT = multiprocessing.get_context("spawn")
+_RESULT = TypeAdapter(Result)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Args:
+        module: whose function ``run(*, smoke: bool) -> Result`` measures; ``smoke``: the smallest size, in seconds.
+        limit_s: a benchmark that takes longer is ended, and the command fails [s].
+        by_default: whether it runs unless others are named.
+    """
+
+    module: str
+    limit_s: float
+    by_default: bool = True
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "delta": Benchmark("delta", 60),
+    "rounds": Benchmark("rounds", 60),
+    "startup": Benchmark("startup", 120),
+    "hamming": Benchmark("hamming", 120),
+    "loop": Benchmark("whole", 180),
+    "vit": Benchmark("vit", 120),
+    "blockwise": Benchmark("blockwise", 300),
+    "silos": Benchmark("silos", 300),
+    "soak": Benchmark("soak", 300),
+    "estimates": Benchmark("estimates", 600),
+    "peers": Benchmark("peers.comparison", 300, by_default=False),
+}
+
+
+def run_one(name: str, smoke: bool, file: Path) -> None:
+    """Run a benchmark in this process, and write its result as JSON."""
+    before = load_average()
+    module = import_module(f"benchmarks.{BENCHMARKS[name].module}")  # with its libraries, which others do not use
+    result = replace(module.run(smoke=smoke), load=(before, load_average()))
+    file.write_bytes(_RESULT.dump_json(result))
+
+
+def run_limited(name: str, smoke: bool, limit_s: float, file: Path) -> Result:
+    """Run a benchmark in a process of its own, which is killed with all its descendants at its time limit."""
+    process = _CONTEXT.Process(target=run_one, args=(name, smoke, file))
+    process.start()
+    process.join(limit_s)
+    if process.exitcode is None:
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for running in descendants:
+            with suppress(psutil.Error):
+                running.kill()
+        process.join()
+        return Result(name, (), failed=f"took longer than its limit of {limit_s:g} s")
+    if process.exitcode:
+        return Result(name, (), failed=f"ended with exit code {process.exitcode}; the reason is printed above")
+    return _RESULT.validate_json(file.read_bytes())

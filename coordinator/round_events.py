@@ -1,0 +1,213 @@
+"""Inputs and outputs of the rounds machine: events, actions, and what a checkpoint stores of it, as frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from fedmq.federation.faults import FailureReason
+from fedmq.storage.json_files import Count, Stored
+
+
+class DiscardReason(StrEnum):
+    """Why a reply is discarded."""
+
+    DUPLICATE = "duplicate"  # its task is not pending
+    LATE = "late"  # its round is already merged
+    SURPLUS = "surplus"  # its round was merged with enough other replies
+    STALE = "stale"  # staleness above the limit
+
+
+# --------------------------------------------------------------------------------------------------- events in
+@dataclass(frozen=True)
+class Joined:
+    """A silo has an authenticated session and is ready for tasks."""
+
+    silo: str
+
+
+@dataclass(frozen=True)
+class StillConnected:
+    """These silos kept their sessions while the coordinator went back to its checkpoint, to include late silos."""
+
+    silos: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A silo's connection was lost; its task stays pending until the silo rejoins or the task is given up."""
+
+    silo: str
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A valid reply arrived, with the training loss it reports, if the method has silos report one."""
+
+    silo: str
+    sequence: int
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A silo's task has no usable reply: it was refused, the silo reported an error, or the silo stayed away.
+
+    Args:
+        silo: the silo.
+        sequence: number of its task.
+        reason: reason of the failure; the wire's reason where the reply was refused.
+        gone: the silo is given up with its task.
+        cause: number of the log record of what made it fail; None if there is none.
+    """
+
+    silo: str
+    sequence: int
+    reason: FailureReason | str
+    gone: bool = False
+    cause: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Switched:
+    """The availability trace turns a silo on or off; a silo that is off is not selected."""
+
+    silo: str
+    on: bool
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The time that a round waits for more replies is over."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The requested merge is done and its checkpoint is on disk.
+
+    Args:
+        version: number of merges.
+        last: no further rounds are wanted, as evaluations no longer improve.
+    """
+
+    version: int
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The user or the operating system requests a stop."""
+
+
+@dataclass(frozen=True)
+class Expelled:
+    """A silo's key was removed: it is not selected any more, unless it joins again with an accepted key."""
+
+    silo: str
+
+
+@dataclass(frozen=True)
+class WaitEnded:
+    """The time is over for which a resumed run waits for all silos that took part; the minimum suffices now."""
+
+
+@dataclass(frozen=True)
+class EvaluationAborted:
+    """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
+
+
+Event = (
+    Joined
+    | StillConnected
+    | Lost
+    | Switched
+    | Arrived
+    | Failed
+    | Deadline
+    | Merged
+    | Stop
+    | Expelled
+    | WaitEnded
+    | EvaluationAborted
+)
+
+
+# --------------------------------------------------------------------------------------------------- actions out
+@dataclass(frozen=True, kw_only=True)
+class _Action:
+    """Base of all actions.
+
+    Args:
+        cause: number of the log record of the event that caused the action; None without a log.
+    """
+
+    cause: int | None = None
+
+
+@dataclass(frozen=True)
+class Send(_Action):
+    """Send a task to a silo."""
+
+    silo: str
+    sequence: int
+    base_version: int
+    round: int
+
+
+@dataclass(frozen=True)
+class SetDeadline(_Action):
+    """Schedule a :class:`Deadline` event ``after`` [s] from now."""
+
+    round: int
+    after: float
+
+
+@dataclass(frozen=True)
+class Merge(_Action):
+    """Merge these replies, in this order, into version + 1."""
+
+    round: int
+    replies: tuple[Arrived, ...]
+
+
+@dataclass(frozen=True)
+class Discard(_Action):
+    """Discard a reply without merging it."""
+
+    silo: str
+    sequence: int
+    reason: DiscardReason
+
+
+@dataclass(frozen=True)
+class Finish(_Action):
+    """All rounds are merged; no more tasks are sent."""
+
+
+Action = Send | SetDeadline | Merge | Discard | Finish
+
+
+# --------------------------------------------------------------------------------------------------- stored
+class RoundsRecord(Stored):
+    """The rounds machine between two rounds.
+
+    Args:
+        version: number of merges.
+        last: no further rounds are wanted, as evaluations no longer improve.
+        gone: silos that were given up.
+        pending: number, base version and round of each pending task, by silo.
+        sequences: number of each silo's last task.
+        losses: last training loss reported by each silo.
+    """
+
+    version: Count
+    last: bool
+    gone: list[str]
+    pending: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
+    sequences: dict[str, Count]
+    losses: dict[str, float]

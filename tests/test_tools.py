@@ -1,0 +1,87 @@
+"""The static checks of ``tools``: what they find in modules, functions, imports and documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedmq
+from tools import document_checks, make_reference
+from tools.import_circles import circles, imports
+from tools.size_limits import too_long
+
+
+def test_a_circular_import_of_any_length_is_named() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str](), "e": {"f"}, "f": {"e"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["e", "f"]]
+    assert list(circles({"a": {"b", "c"}, "b": {"c"}, "c": set[str]()})) == []
+    found = imports()
+    assert "fedmq.data.raw_set" in found["fedmq.data.catalogue"]  # under TYPE_CHECKING
+    assert "fedmq.models.clip_two_tower" in found["fedmq.models.build"]  # in a function
+
+
+def test_every_public_name_of_the_package_is_imported_when_it_is_used() -> None:
+    assert [name for name in fedmq.__all__ if not hasattr(fedmq, name)] == []
+
+
+def test_modules_functions_and_test_files_over_the_limit_are_named_with_their_lines(tmp_path: Path) -> None:
+    body = "    x = 1\n"
+    files = {
+        "fedmq/long.py": "\n" * 501,
+        "silos/just.py": "\n" * 500,
+        "protocols/deep/functions.py": f"@f\ndef just():\n{body * 59}class A:\n  def more(self):\n{body * 60}",
+        "tests/test_long.py": "\n" * 601 + f"def test():\n{body * 70}",
+        "tests/test_just.py": "\n" * 600,
+        "tools/long.py": "\n" * 9999,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert list(too_long(tmp_path)) == [
+        "fedmq/long.py: 501 lines, at most 500",
+        "protocols/deep/functions.py:63: more has 61 lines, at most 60",
+        "tests/test_long.py: 672 lines, at most 600",
+    ]
+
+
+def test_a_page_with_a_broken_link_a_missing_file_a_long_line_or_another_word_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A title\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](other.md#a-title) [b](other.md#b) [c](gone.md)\n`fedmq/gone.py`\n" + "x" * 121 + "\nPictures\n"
+    )
+    assert list(document_checks.page_problems(page, tmp_path)) == [
+        "line 3: 121 characters",
+        "line 4: say image",
+        "no file fedmq/gone.py",
+        "no target of the link other.md#b",
+        "no target of the link gone.md",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("scenario scenarios/smoke.yaml --set rounds=2", None),
+        ("keys new silo-00 --keys keys", None),
+        ("scenaro x.yaml", "no command scenaro"),
+        ("scenario x.yaml --sed 1", "no option --sed"),
+        ("scenario x.yaml --seed", "--seed without a value"),
+        ("scenario scenarios/gone.yaml", "no file scenarios/gone.yaml"),
+        ("preflight", "0 arguments"),
+        ("coordinator x.yaml", "without --keys"),
+    ],
+)
+def test_a_printed_command_is_one_of_the_program(command: str, problem: str | None) -> None:
+    assert document_checks.command_problem(command, make_reference.commands()) == problem
+
+
+def test_printed_yaml_fits_the_schema_of_a_file() -> None:
+    text = "words\n\n    rounds: 3\n    seed: 1\n\nmore\n\n```yaml\nroundz: 3\n```\n"
+    blocks = list(document_checks.yaml_blocks(text))
+    assert [(line, document_checks.yaml_problem(block)) for line, block in blocks] == [
+        (3, None),
+        (8, "roundz are keys of no file"),
+    ]
+    assert "many" in str(document_checks.yaml_problem({"rounds": "many"}))

@@ -67,8 +67,9 @@ def test_the_first_round_begins_once_every_silo_has_joined() -> None:
     assert actions == tuple(Send(silo, 1, 0, 0) for silo in SILOS)
 
 
-def test_a_round_merges_in_the_fixed_silo_order_whatever_the_order_of_arrival() -> None:
-    rounds, sends = gathered(plan())
+@pytest.mark.parametrize("changes", [{}, {"mode": "buffered", "buffer": len(SILOS)}])
+def test_replies_are_merged_in_the_fixed_silo_order_whatever_the_order_of_arrival(changes: dict[str, object]) -> None:
+    rounds, sends = gathered(plan(**changes))
     _, actions = answer(rounds, sends[::-1])
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS)),)
 

@@ -16,7 +16,7 @@ from coordinator.updates import merged_state, weighted
 from fedmq.config.sections import Cost
 from fedmq.federation.protocol import State, Update
 from fedmq.storage.run_folder import RunFolder
-from tests.small_federation import SmallFederation, equal_states, population
+from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
@@ -125,13 +125,3 @@ def test_in_a_buffer_weights_balance_the_replies_and_only_mixing_scales_the_step
     after, _ = merged_state(kept, run.state, [replace(each, damping=0.1) for each in given], 2)
     step = (11 * stale + 9 * fresh) / 20
     torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["fedavg", "rcsr"])
-def test_the_order_of_arrival_does_not_change_a_merge_to_the_bit(tiny: Path, name: str) -> None:
-    run = population(name)
-    kept = setting(tiny, run, name, "aggregation={mode: sync}")
-    given = run.replies()
-    forward, backward = (merged_state(kept, run.state, arrived, 0)[0] for arrived in (given, given[::-1]))
-    assert equal_states(forward.state, backward.state)
-    assert forward.log == backward.log

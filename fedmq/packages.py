@@ -47,6 +47,11 @@ def package(name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise MissingPackageError(
-            what, f"package {name} missing", f"run pip install -e '.[{extra}]' in fedmq's folder"
-        ) from None
+        raise MissingPackageError(what, f"package {name} missing", install_hint(extra)) from None
+
+
+def install_hint(extra: str) -> str:
+    """How to install one of fedmq's extras, from its wheel or in its checkout."""
+    if _INSIDE:
+        return f"run pip install 'fedmq-{__version__}-py3-none-any.whl[{extra}]'"
+    return f"run pip install -e '.[{extra}]' in fedmq's folder"

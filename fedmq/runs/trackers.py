@@ -26,7 +26,7 @@ from typing import Any
 from typing_extensions import override
 
 from fedmq.errors import InputError
-from fedmq.packages import package
+from fedmq.packages import install_hint, package
 from fedmq.runs.run_records import (
     EvaluationLine,
     MergeLine,
@@ -186,8 +186,7 @@ def check(names: Sequence[str]) -> None:
     """
     for name in names:
         if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
-            allowed = f"run pip install -e '.[{_EXTRA}]' in fedmq's folder"
-            raise InputError(f"track: {name}", f"package {_PACKAGES[name]} missing", allowed)
+            raise InputError(f"track: {name}", f"package {_PACKAGES[name]} missing", install_hint(_EXTRA))
 
 
 # ------------------------------------------------------------------------------------------------------------- CSV

@@ -69,7 +69,7 @@ def test_an_installed_wheel_runs_all_processes_beside_a_user_s_modules_of_the_sa
     assert done.returncode == 0, done.stderr
     assert (user / "run/report.html").is_file()
     hint = "from fedmq.packages import install_hint; assert '.whl[embedded]' in install_hint('embedded')"
-    subprocess.run([tmp_path / "venv/bin/python", "-c", hint], check=True, timeout=PATIENCE)
+    subprocess.run([tmp_path / "venv/bin/python", "-c", hint], check=True, cwd=user, timeout=PATIENCE)
 
 
 def test_an_import_that_the_build_hook_cannot_change_is_refused() -> None:

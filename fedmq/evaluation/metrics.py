@@ -288,29 +288,9 @@ def _within(items: Measured) -> dict[str, float]:
     return values
 
 
-def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
-    """Recall within consecutive folds of ``size`` items, averaged over the full folds.
-
-    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000.
-
-    Args:
-        items: the evaluated items, at least ``size``.
-        size: number of items in a fold.
-        seed: seed of the order within a fold, which breaks ties.
-
-    Returns:
-        ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
-    """
-    starts = range(0, len(items.image) - size + 1, size)
-    folds = []
-    for start in starts:
-        folds.append(recall.recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
-    return {f"fold_{name}": float(np.mean([fold[name] for fold in folds])) for name in folds[0]}
-
-
 def _folds(items: Measured) -> dict[str, float]:
     size = items.evaluation.fold_size
-    return fold_recalls(items.queries, size, items.seed) if size else {}
+    return recall.of_folds(items.queries, size, items.seed) if size else {}
 
 
 # ----------------------------------------------------------------------------------------------------- the registry

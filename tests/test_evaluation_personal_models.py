@@ -20,7 +20,6 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord
 from tests import in_process_run, threaded_run
-from tests.command_line import completed
 from tests.log_causes import records
 from tests.threaded_run import resolved
 
@@ -264,34 +263,6 @@ def test_the_audit_finds_a_merge_of_a_silo_that_only_sent_a_measurement(tmp_path
             line["staleness"].append(0)
 
     assert f"1 replies of {away} to version 2 merged, but 0 were received" in changed(sealed, tmp_path, forge)
-
-
-@pytest.mark.slow
-def test_real_processes_give_the_same_lines_despite_faults(tiny: Path, tmp_path: Path) -> None:
-    path, faults = (
-        tmp_path / "scenario.yaml",
-        [
-            "{kind: leave, silos: [silo-00], rounds: [1, 3]}",
-            "{kind: crash, silos: [silo-01], rounds: [1, 2]}",
-            "{kind: coordinator_crash, after_round: 2}",
-        ],
-    )
-    scenario = scenario_of(tiny, EVERY, "participation=1.0", f"faults=[{', '.join(faults)}]")
-    in_process_run.run_restarted(scenario, tmp_path / "calls")
-    path.write_text(scenario.dump())
-    done = completed("scenario", path, "--out", tmp_path / "run", "--quiet")
-    assert done.returncode == 0, done.stderr
-    lines = in_process_run.lines(tmp_path / "run", "personal")
-    assert lines == in_process_run.lines(tmp_path / "calls", "personal")
-    assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]
-    summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
-    real, calls = (counted(summary) for summary in summaries)
-    # A process that reconnects receives its task again, so these counts depend on the machine.
-    for each in (real, calls):
-        each["tasks"] = {name: each["tasks"][name] for name in ("merged", "failed")}
-        del each["bytes"]
-    assert real == calls
-    assert not audit_run(tmp_path / "run").findings
 
 
 # ---------------------------------------------------------------------------------------------------- names and curves

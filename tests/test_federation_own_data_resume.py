@@ -17,6 +17,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Scenario
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, OwnHeldOutLine
+from fedmq.runs.status import read_status
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -73,7 +74,8 @@ def test_a_killed_and_a_stopped_coordinator_resume_with_the_model_of_a_simulatio
         wait_for_version(run, process, 8)
         process.send_signal(signal.SIGTERM)
         stopped = process.communicate(timeout=PATIENCE)[0]
-        assert "--resume" in stopped and "silos and evaluator wait" in stopped
+        assert process.returncode == 1 and "--resume" in stopped and "silos and evaluator wait" in stopped
+        assert read_status(run.folder.status).phase == "stopped" and not run.ended
         process = begin(run, "--resume", str(tmp_path / "run"))
         printed = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == 0, printed

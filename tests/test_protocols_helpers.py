@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.config.sections import Robust
-from fedmq.federation.protocol import Local, SiloFacts, Task, Update
+from fedmq.federation.protocol import Local, Task
 from fedmq.models.hash_networks import Tower
 from fedmq.wire.payloads import Loss
 from protocols import fedcmr
@@ -26,10 +26,6 @@ from tests.replies import payload_of, silo_of
 from tests.small_federation import SmallFederation, population
 
 PAIRED = ((True, True),) * 4
-
-
-def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Update:
-    return Update(silo, 1, base, 0, 1.0, payloads)
 
 
 # ----------------------------------------------------------------------------------------------------------- K-means

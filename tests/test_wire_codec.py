@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedmq.errors import LocalWireError, RemoteWireError
@@ -15,6 +15,7 @@ from fedmq.wire import codec
 from fedmq.wire.codec import decode, decode_header, encode_body, encode_header
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import (
+    PAYLOADS,
     ClassPrototypes,
     Error,
     Geometry,
@@ -51,6 +52,20 @@ def test_a_truncated_or_extended_header_is_refused(message: Message, data: st.Da
             decode_header(wrong)
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(messages(), st.data())
+def test_flipped_bits_raise_nothing_but_a_remote_error(message: Message, data: st.DataObject) -> None:
+    clear, body = (bytearray(part) for part in joined(message))
+    for part in (clear, body):
+        for _ in range(data.draw(st.integers(1, 3))):
+            # Most flips hit the msgpack part: flips in tensors change numbers, which no codec can see.
+            part[data.draw(st.integers(0, min(len(part), 400) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decode(bytes(clear), bytes(body))
+    except RemoteWireError as error:
+        assert error.reason in ("malformed", "oversized", "not_finite", "wire_version")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_a_remote_error(clear: bytes, body: bytes) -> None:
@@ -59,6 +74,40 @@ def test_random_bytes_raise_nothing_but_a_remote_error(clear: bytes, body: bytes
     for call in (lambda: decode_header(clear), lambda: decode(good, body), lambda: decode(good, prefixed)):
         with pytest.raises(RemoteWireError):
             call()
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
+    | st.binary(max_size=9) | st.sampled_from([*PAYLOADS, "payloads", "task", "layout", "float32", "buffer"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@MANY
+@given(st.data())
+def test_well_formed_msgpack_with_the_wrong_structure_is_refused(data: st.DataObject) -> None:
+    """Whole parts of a valid body are replaced by arbitrary msgpack values."""
+    message = data.draw(messages("class_prototypes") | messages("metrics") | messages("partial_delta"))
+    _, body = joined(message)
+    length = int.from_bytes(body[:4], "little")
+    plain = msgpack.unpackb(body[4 : 4 + length], strict_map_key=True)
+    places = list(containers(plain))
+    container, key = data.draw(st.sampled_from(places))
+    container[key] = data.draw(PLAIN)
+    packed = msgpack.packb(plain)
+    try:
+        decode(message.header, len(packed).to_bytes(4, "little") + packed + body[4 + length :])
+    except RemoteWireError:
+        return
+
+
+def containers(plain: Any) -> Any:
+    if isinstance(plain, dict | list):
+        for key in plain if isinstance(plain, dict) else range(len(plain)):
+            yield plain, key
+            yield from containers(plain[key])
 
 
 def body_of(plain: object, tail: bytes = b"") -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedmq.storage.run_folder import write_json
 from fedmq.wire.log_records import (
     GENESIS,
     MessageRecord,
@@ -49,6 +50,26 @@ def forge(run: Path, process: str, change: Callable[[dict[str, Any]], dict[str, 
     """Change the records of a log, drop those that become None, and recompute the chain."""
     changed = (change(json.loads(line)) for line in lines(run, process))
     rewrite(run, process, reseal(json.dumps(record) for record in changed if record is not None))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    content = json.loads(path.read_text())
+    change(content)
+    write_json(path, content)
+
+
+def edit_metrics(run: Path, kind: str, change: Callable[[dict[str, Any]], object] | None, *versions: int) -> None:
+    """Change the lines of a kind in ``metrics.jsonl``, of these versions or of all; without a change they go."""
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in [
+        line for line in content if line["kind"] == kind and line["version"] in (versions or [line["version"]])
+    ]:
+        if change is None:
+            content.remove(line)
+        else:
+            change(line)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
 
 
 #: The fields that every record has, with the values of a log's first record.

@@ -62,9 +62,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def edit_metrics(run: Path, kind: str, change: Callable[[dict[str, Any]], object] | None, *versions: int) -> None:
     """Change the lines of a kind in ``metrics.jsonl``, of these versions or of all; without a change they go."""
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in [
-        line for line in content if line["kind"] == kind and line["version"] in (versions or [line["version"]])
-    ]:
+    for line in [line for line in content if line["kind"] == kind and (not versions or line["version"] in versions)]:
         if change is None:
             content.remove(line)
         else:

@@ -128,6 +128,7 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
     todo = {process: [json.loads(line) for line in lines(run, process)] for process in keys}
     done: dict[str, list[str]] = {process: [] for process in keys}
     heads, names, sent = dict.fromkeys(keys, GENESIS), dict[str, str](), dict[tuple[str, str, int], str]()
+    moved = dict[str, str]()  # hashes of records before and after
     publics = {process: key.public_key().public_bytes_raw().hex() for process, key in keys.items() if key}
     while any(todo.values()):
         before = sum(map(len, todo.values()))
@@ -140,7 +141,8 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
                         break  # its sender's log has to be rewritten up to there first
                     record["head"] = sent[frame]
                 if record["action"] == "sent" and "head" in record:
-                    record["head"] = sent[frame] = heads[process]
+                    # Another thread may have logged something between the sealing of the message and its record.
+                    record["head"] = sent[frame] = moved.get(record["head"], heads[process])
                 if record["action"] == "start":
                     names[process], record["key"] = record["run"], publics.get(process, record["key"])
                     record["peers"] = {name: publics.get(name, key) for name, key in record["peers"].items()}
@@ -148,8 +150,8 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
                 if record["action"] == "signed" and (key := keys[process]) is not None:
                     statement = signed_statement(names[process], record)
                     record["signature"] = key.sign(statement).hex()
-                del record["hash"]
-                record["hash"] = heads[process] = chain(heads[process], record)
+                was = record.pop("hash")
+                record["hash"] = heads[process] = moved[was] = chain(heads[process], record)
                 done[process].append(canonical(record).decode())
                 records.pop(0)
         assert sum(map(len, todo.values())) < before, "a message was received before it was sent"

@@ -3,23 +3,36 @@ BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
 # Tests that start processes often wait; two more workers than cores keep the cores busy.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+STATIC := static-style static-types static-layers static-lengths static-documents
 
 # Without compiled modules, which some machines switch off, each process takes twice as long to start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run static test check bench peers hostile chaos simulate clusters docs clean
+.PHONY: run static $(STATIC) test check bench peers hostile chaos simulate clusters docs clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
 
-# Static checks: style, types, layers, import circles, lengths, documents.
+# Static checks, side by side: style, types, layers and import circles, lengths, documents. Each prints in one piece,
+# and one that fails does not hide what the others find.
 static: .venv/installed
+	@$(MAKE) --no-print-directory --keep-going --jobs $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(STATIC)
+
+static-style: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+static-types: .venv/installed
+	$(BIN)/mypy --num-workers 2
+
+static-layers: .venv/installed
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
+
+static-lengths: .venv/installed
 	$(BIN)/python -m tools.size_limits
+
+static-documents: .venv/installed
 	$(BIN)/python -m tools.document_checks
 
 test: static

@@ -10,6 +10,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedmq.storage.run_folder import write_json
 from fedmq.wire.log_records import (
     GENESIS,
     MessageRecord,
@@ -49,6 +50,24 @@ def forge(run: Path, process: str, change: Callable[[dict[str, Any]], dict[str, 
     """Change the records of a log, drop those that become None, and recompute the chain."""
     changed = (change(json.loads(line)) for line in lines(run, process))
     rewrite(run, process, reseal(json.dumps(record) for record in changed if record is not None))
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    content = json.loads(path.read_text())
+    change(content)
+    write_json(path, content)
+
+
+def edit_metrics(run: Path, kind: str, change: Callable[[dict[str, Any]], object] | None, *versions: int) -> None:
+    """Change the lines of a kind in ``metrics.jsonl``, of these versions or of all; without a change they go."""
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in [line for line in content if line["kind"] == kind and (not versions or line["version"] in versions)]:
+        if change is None:
+            content.remove(line)
+        else:
+            change(line)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
 
 
 #: The fields that every record has, with the values of a log's first record.
@@ -109,6 +128,7 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
     todo = {process: [json.loads(line) for line in lines(run, process)] for process in keys}
     done: dict[str, list[str]] = {process: [] for process in keys}
     heads, names, sent = dict.fromkeys(keys, GENESIS), dict[str, str](), dict[tuple[str, str, int], str]()
+    moved = dict[str, str]()  # hashes of records before and after
     publics = {process: key.public_key().public_bytes_raw().hex() for process, key in keys.items() if key}
     while any(todo.values()):
         before = sum(map(len, todo.values()))
@@ -121,7 +141,8 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
                         break  # its sender's log has to be rewritten up to there first
                     record["head"] = sent[frame]
                 if record["action"] == "sent" and "head" in record:
-                    record["head"] = sent[frame] = heads[process]
+                    # Another thread may have logged something between the sealing of the message and its record.
+                    record["head"] = sent[frame] = moved.get(record["head"], heads[process])
                 if record["action"] == "start":
                     names[process], record["key"] = record["run"], publics.get(process, record["key"])
                     record["peers"] = {name: publics.get(name, key) for name, key in record["peers"].items()}
@@ -129,8 +150,8 @@ def rebuild(run: Path, keys: Mapping[str, Ed25519PrivateKey | None]) -> None:
                 if record["action"] == "signed" and (key := keys[process]) is not None:
                     statement = signed_statement(names[process], record)
                     record["signature"] = key.sign(statement).hex()
-                del record["hash"]
-                record["hash"] = heads[process] = chain(heads[process], record)
+                was = record.pop("hash")
+                record["hash"] = heads[process] = moved[was] = chain(heads[process], record)
                 done[process].append(canonical(record).decode())
                 records.pop(0)
         assert sum(map(len, todo.values())) < before, "a message was received before it was sent"

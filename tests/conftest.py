@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import typer.main
@@ -28,18 +30,25 @@ settings.load_profile("fedmq")
 _ALL_SLOW = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every worker begins with some of the longest tests, so that none of them is the last; xdist gives each a part."""
+    """Each worker, to which xdist gives a part, begins with some of the longest tests and ends with quick files.
+
+    So no long test is the last one, and the workers end together.
+    """
     longest = [item for item in items if item.get_closest_marker("longest")]
-    others = [item for item in items if item not in longest]
+    others = [item for item in items if not item.get_closest_marker("longest")]
+    slow_files = {item.path for item in others if item.get_closest_marker("slow")}
+    slow = [item for item in others if item.path in slow_files]
+    quick = [item for item in others if item.path not in slow_files]
     count = getattr(config, "workerinput", {}).get("workercount", 1)
     part = len(items) // count
     items[:] = []
     for number in range(count):
-        first = longest[number::count]
-        rest = len(others) if number == count - 1 else part - len(first)
-        items += [*first, *others[:rest]]
-        del others[:rest]
+        first = longest[number::count] + slow[len(slow) * number // count : len(slow) * (number + 1) // count]
+        rest = len(quick) if number == count - 1 else max(0, part - len(first))
+        items += [*first, *quick[:rest]]
+        del quick[:rest]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -74,6 +83,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _programs_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forked_programs.Popen)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_estimated() -> Iterator[None]:
+    """A run in the process of a test measures its resident set, in place of a walk through the pages of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            psutil.Process, "memory_full_info", lambda process: SimpleNamespace(pss=process.memory_info().rss)
+        )
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator import loop as loop_module
 from coordinator.loop import Loop
 from coordinator.rounds import Phase
-from coordinator.run_context import RunContext
-from coordinator.updates import LARGEST, check_reply, merged_state
+from coordinator.updates import LARGEST, check_reply
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.population import run_name
-from fedmq.federation.protocol import MergeResult, State, Update
+from fedmq.federation.protocol import MergeResult, Update
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
@@ -201,27 +198,3 @@ def test_a_fatal_error_of_one_silo_does_not_end_the_run_of_the_others(tiny: Path
     text = (tmp_path / "messages" / "coordinator.jsonl").read_text()
     assert "my disk is gone" in text
     assert outcome.summary.versions == 3
-
-
-@pytest.mark.slow
-def test_resuming_from_the_second_newest_checkpoint_gives_the_same_model(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=5", "participation=1.0")
-    uninterrupted = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
-
-    class Killed(Exception):
-        pass
-
-    def killed(run_context: RunContext, state: State, replies: list[Update], round_: int) -> Any:
-        if round_ == 3:
-            raise Killed
-        return merged_state(run_context, state, replies, round_)
-
-    cut = tmp_path / "cut"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_module, "merged_state", killed)
-        with pytest.raises(Killed):
-            in_process_run.run(scenario, cut)
-    shutil.rmtree(sorted((cut / "checkpoints").glob("version-*"))[-1])
-    again = in_process_run.run(scenario, cut, resume=True).summary.plain()
-    assert again["model_digest"] == uninterrupted["model_digest"]
-    assert again.get("personal") == uninterrupted.get("personal")

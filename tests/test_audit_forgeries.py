@@ -26,14 +26,14 @@ from fedmq.config.run_id import digest_of, name_of
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.runs.results import result_digests
-from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import digest
 from fedmq.wire.key_requests import new_request
 from fedmq.wire.keys import accept_key, load_accepted, load_identity
 from fedmq.wire.log_records import signed_statement
 from fedmq.wire.payloads import Metrics
 from tests import threaded_run
-from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
+from tests.adversary_forged_logs import edit, edit_metrics, forge, lines, rebuild, reseal, rewrite
 from tests.threaded_run import resolved
 
 pytestmark = pytest.mark.slow
@@ -68,12 +68,6 @@ def keys_of(run: Path, *names: str) -> dict[str, Ed25519PrivateKey]:
 def each(run: Path, names: Iterable[str], change: Callable[[Record], Record | None]) -> None:
     for name in names:
         forge(run, name, change)
-
-
-def edit(path: Path, change: Callable[[Record], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    write_json(path, content)
 
 
 def keep(record: Record) -> Record:
@@ -229,9 +223,7 @@ def stripped_log(run: Path) -> None:
 
 def other_losses(run: Path) -> None:
     """Other losses in the metrics, with the digest of that file in the coordinator's note of the results."""
-    path = run / "metrics.jsonl"
-    content = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line | ({"loss": 0.5} if "loss" in line else {})) + "\n" for line in content))
+    edit_metrics(run, "merge", lambda line: line.update(loss=0.5))
     digests = result_digests(RunFolder(run))
     forge(run, "coordinator", lambda record: record | (digests if "metrics.jsonl" in record else {}))
 

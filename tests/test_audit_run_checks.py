@@ -22,10 +22,10 @@ from fedmq.audit.findings import Cause
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
 from fedmq.cli.audit import print_audit
-from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
-from tests.adversary_forged_logs import forge, lines, refused_record, rewrite
+from tests.adversary_forged_logs import edit, edit_metrics, forge, lines, refused_record, rewrite
 from tests.command_line import fedmq
 from tests.threaded_run import resolved
 from tests.waiting import PATIENCE
@@ -55,12 +55,6 @@ def found(run: Path) -> list[tuple[str, str]]:
 
 def places(run: Path) -> set[str]:
     return {place for place, _ in found(run)}
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    write_json(path, content)
 
 
 def negate_arrays(path: Path) -> None:
@@ -292,14 +286,9 @@ def test_missing_personal_metrics_are_found_unless_the_measurement_itself_was_re
 
 def test_forged_or_missing_lines_of_personal_metrics_are_found(personal_run: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(personal_run, tmp_path / "run"))
-    content = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for line in content:
-        if (line["kind"], line["version"]) == ("personal", 2):
-            line["personal"]["mean_r1"] = 0.99
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(out, "personal", lambda line: line["personal"].update(mean_r1=0.99), 2)
     assert found(out) == [("metrics.jsonl: version 2", "personal does not match the metrics it is computed from")]
-    content = [line for line in content if line["kind"] != "personal"]
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(out, "personal", None)
     assert ("metrics.jsonl", "no metrics of silo-00's personal model at version 2, though it answered") in found(out)
 
 
@@ -326,9 +315,7 @@ def test_an_extra_file_next_to_the_release_is_found(run: Path) -> None:
 
 
 def test_an_evaluation_missing_from_the_metrics_is_found(run: Path) -> None:
-    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(run, "evaluation", None, 0)
     assert found(run) == [("metrics.jsonl", "no metrics of version 0, though the evaluator answered")]
 
 
@@ -338,11 +325,7 @@ def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytes
     negate_arrays(run / "model" / "model.safetensors")
     assert places(run) == {"model/model.safetensors"}
     kill_before(run, "released")
-    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in content:
-        if line["kind"] == "evaluation":
-            line["metrics"]["mean_r1"] = 0.99
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(run, "evaluation", FORGED["metrics"])
     assert places(run) == {"metrics.jsonl"}
     audit = audit_run(run)
     assert not audit.finished and audit.to_plain()["finished"] is False
@@ -351,11 +334,7 @@ def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytes
 
 
 def test_figures_that_the_evaluator_never_sent_are_found(run: Path) -> None:
-    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for line in content:
-        if (line["kind"], line["version"]) == ("evaluation", 2):
-            line["metrics"]["mean_r1"] = 0.99
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(run, "evaluation", FORGED["metrics"], 2)
     edit(run / "summary.json", FORGED["metrics"])
     assert ("metrics.jsonl", "the metrics of version 2 are not what the evaluator answered") in found(run)
     assert places(run) == {"metrics.jsonl", "summary.json"}
@@ -363,9 +342,7 @@ def test_figures_that_the_evaluator_never_sent_are_found(run: Path) -> None:
 
 def merges(run: Path, **changes: object) -> None:
     """Change the first merge in ``metrics.jsonl``."""
-    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    next(line for line in content if line["kind"] == "merge").update(changes)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit_metrics(run, "merge", lambda line: line.update(changes), 1)
 
 
 #: Changes that contradict nothing else in the run folder, nor any message, by file.

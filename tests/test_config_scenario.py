@@ -1,18 +1,33 @@
-"""Scenario files and --set settings: how they are read, and the errors for what is refused."""
+"""Scenario files, site files and --set settings: how YAML is read, and the errors for what is refused."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from fedmq.audit.policy import read_policy
+from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
+from fedmq.config import yaml_files
 from fedmq.config.resolve import read, resolve
-from fedmq.config.scenario import Training
+from fedmq.config.scenario import Scenario, Training
+from fedmq.config.site import read_site
 from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
+from fedmq.experiments import files
+from fedmq.wire.keys import init_keys
+from tests.own_data_sites import COMMON
+from tests.threaded_run import run_of
 
 FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
 SCENARIOS = [path for path in FILES if path.parent.name not in ("tables", "tune")]
@@ -248,3 +263,167 @@ def test_errors_name_keys_and_lines_as_in_the_file(tmp_path: Path) -> None:
         with pytest.raises(InputError) as caught:
             scenarios.load(file)
         assert caught.value.place == f"{file}: {place}"
+
+
+# ------------------------------------------------------------------------------------------------------- reading YAML
+PLAIN = [
+    ("010", 10),
+    ("0o10", 8),
+    ("0x1F", 31),
+    ("1_000", 1000),
+    ("1:30", "1:30"),
+    ("on", "on"),
+    ("No", "No"),
+    ("y", "y"),
+    ("TRUE", True),
+    ("2026-01-13", "2026-01-13"),
+    ("1e-4", 1e-4),
+    ("1E3", 1000.0),
+    (".5", 0.5),
+    ("-.inf", -math.inf),
+    ("~", None),
+    ("", None),
+    ("'010'", "010"),
+]
+
+
+def test_plain_values_are_read_by_the_core_schema_of_yaml_1_2() -> None:
+    for text, value in PLAIN:
+        read = yaml_files.parse(f"a: {text}\n")["a"]
+        assert (type(read), read) == (type(value), value), text
+
+
+def test_values_that_contradict_their_tag_are_refused(tmp_path: Path) -> None:
+    for text in ("!!int on", "!!float x", "!!bool 1", "!!int 1:30", "9" * 5000):
+        (tmp_path / "x.yaml").write_text(f"rounds: {text}\n")
+        with pytest.raises(InputError, match=r"x\.yaml"):
+            yaml_files.read_yaml(tmp_path / "x.yaml")
+
+
+printable = st.text(st.characters(exclude_categories=["C"]))
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), printable,
+    st.from_regex(r"[-+]?[0-9_:.eEox]{1,6}|on|Off|YES|no|y|null|~|<<|=", fullmatch=True),
+)  # fmt: skip
+
+
+@given(st.dictionaries(printable, st.lists(scalars), max_size=4))
+def test_what_is_written_is_read_back(value: dict[str, object]) -> None:
+    assert yaml_files.parse(yaml_files.dump(value)) == value
+
+
+def bomb(levels: int) -> str:
+    """A list of nine aliases to a list of nine aliases, and so on."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join([*lines, ""])
+
+
+#: A mapping that merges nine times a mapping that merges nine times another, and so on.
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+
+
+def test_a_few_aliases_are_read(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("a: &a {b: 1}\nc: [*a, *a]\nd: {<<: *a, e: 2}\n")
+    assert yaml_files.read_yaml(tmp_path / "x.yaml")["d"] == {"b": 1, "e": 2}
+
+
+def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path: Path) -> None:
+    path, mappings = tmp_path / "x.yaml", bomb(9).replace("[", "{k: [").replace("]", "]}")
+    started = time.process_time()
+    for text in (bomb(9), mappings, MERGES, "a: &a [*a]\n", "a: &a {b: *a}\n"):
+        path.write_text(text)
+        for reader in (yaml_files.read_yaml, scenarios.load, files.read_comparison, read_policy):
+            with pytest.raises(InputError, match=r"x\.yaml: line \d+: found .*alias"):
+                reader(path)
+        with pytest.raises(InputError, match="--set"):
+            scenarios.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
+    assert time.process_time() - started < 25
+
+
+def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="no regular file"):
+        yaml_files.read_yaml(tmp_path / "pipe")
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(InputError, match="at most 262,144 bytes"):
+        yaml_files.read_yaml(tmp_path / "large.yaml")
+
+
+def test_halves_of_a_character_are_refused_by_every_reader_and_pairs_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text('up: {fields: {delta: ["\\ud83d\\ude00"]}}\n')
+    assert yaml_files.read_yaml(path) == {"up": {"fields": {"delta": ["\U0001f600"]}}}
+    for half in ("\\ud83d", "\\ude00\\ud83d"):
+        path.write_text(f'a: 1\nup: {{fields: {{delta: ["{half}"]}}}}\n')
+        for reader in (yaml_files.read_yaml, scenarios.load, files.read_comparison, read_policy):
+            with pytest.raises(InputError, match=r"x\.yaml: line 2: found 'half of a UTF-16 character"):
+                reader(path)
+
+
+# --------------------------------------------------------------------------------------------------------- site files
+def written(folder: Path, text: str) -> Path:
+    path = folder / "silo.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_of_a_site_file_start_at_its_folder(tmp_path: Path) -> None:
+    text = "data: {name: features, path: site0.npz}\nkeys: keys\ncache: cache\nout: run\npolicy: rules/policy.yaml\n"
+    site = read_site(written(tmp_path, text))
+    assert site.data is not None
+    assert site.data.path == tmp_path / "site0.npz"
+    assert (site.keys, site.cache, site.out) == (tmp_path / "keys", tmp_path / "cache", tmp_path / "run")
+    assert site.policy == tmp_path / "rules" / "policy.yaml"
+
+
+def test_a_mistake_in_a_site_file_is_named(tmp_path: Path) -> None:
+    for text, place in (
+        ("modalities: [sound]", ": line 1: modalities.0"),
+        ("name: silo-00\ncolour: red", ": line 2: colour"),
+        ("modalities: [image, image]", ": line 1: modalities"),
+        ("name: x\nmodalities: [image, text\npolicy: x\n", ": line 2"),
+        ("name: x\nkeys keys\nout: x\n", ": line 2"),
+        ("file: other.yaml", ": line 1: file"),
+        ("- data", ""),
+    ):
+        file = written(tmp_path, text)
+        with pytest.raises(InputError) as caught:
+            read_site(file)
+        assert caught.value.place == f"{file}{place}", text
+
+
+def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "evaluator", *(f"silo-{number:02}" for number in range(4))))
+    (tmp_path / "policy.yaml").write_text("up: {kinds: [nothing]}\n")
+    site = written(tmp_path, "name: silo-00\nkeys: keys\nout: run\npolicy: policy.yaml\n")
+    done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
+    assert isinstance(done.exception, InputError)
+    assert str(tmp_path / "policy.yaml") in str(done.exception)
+    assert "nothing" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("name: berlin", r"silo\.yaml: line 2: name: found 'berlin', allowed: silo-00 to silo-03"),
+        ("name: silo-01", r"silo-01\.key: found 'no such file; this folder has the private key of silo-00'"),
+        ("name: silo-00\ndevice: cuda:99", r"silo\.yaml: line 3: device: found 'cuda:99'"),
+    ],
+)
+def test_a_setting_that_fits_no_silo_names_its_line_in_the_site_file(
+    tiny: Path, tmp_path: Path, line: str, words: str
+) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
+    (tmp_path / "keys" / "coordinator.key").unlink()
+    site = written(tmp_path, f"keys: keys\n{line}\nout: run\n")
+    done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
+    assert isinstance(done.exception, InputError)
+    assert re.search(words, str(done.exception))
+
+
+def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:
+    own = {"name": "own", **COMMON, "partition": {"kind": "own"}, "protocol": {"name": "creamfl_public"}}
+    with pytest.raises(InputError, match=r"creamfl_public.*with partition\.kind own the sites state none"):
+        run_of(Scenario.model_validate(own))

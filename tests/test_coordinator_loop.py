@@ -1,10 +1,11 @@
-"""Whole runs in one process, over memory:// with real keys and sealed messages."""
+"""Whole runs in one process, with real keys and sealed messages, over memory:// or a TCP link that is cut."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from benchmarks.attacks import free_port
 from coordinator.evaluation import UNDER_WAY, EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
@@ -20,6 +22,8 @@ from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.protocol import State
 from fedmq.models.two_tower import BRANCHES
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import MergeLine
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
@@ -28,6 +32,7 @@ from silos.program import run_silo
 from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.threaded_run import resolved, run, run_of
+from tests.threaded_run import run as threaded_run
 from tests.waiting import PATIENCE, wait_for
 
 
@@ -226,4 +231,85 @@ def test_with_stop_silos_a_silo_that_connects_after_the_stop_is_ended_too(tiny: 
 
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[late], stop_wanted=status.exists)
     assert outcome.phase is Phase.STOPPED and ended == ["silo-00"]
+    assert not audit_run(tmp_path).findings
+
+
+# ------------------------------------------------------------------------------------- a silo that is away at the end
+SILOS = tuple(f"silo-0{index}" for index in range(4))
+
+
+class Link:
+    """A TCP link to the coordinator that can be cut."""
+
+    def __init__(self, target: str) -> None:
+        self.target = (target.rpartition(":")[0].removeprefix("tcp://"), int(target.rpartition(":")[2]))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.open = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            if not self.open:
+                near.close()
+                continue
+            far = socket.create_connection(self.target)
+            self.pairs.append((near, far))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        except OSError:
+            pass
+
+    def cut(self) -> None:
+        self.open = False
+        for pair in self.pairs:
+            for each in pair:
+                each.shutdown(socket.SHUT_RDWR)
+                each.close()
+        self.pairs.clear()
+
+
+@pytest.mark.slow
+def test_a_silo_that_is_away_when_the_last_round_ends_is_ended_by_the_run_too(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "rounds=8", "clock=wall", "aggregation.mode=async")
+    uri = f"tcp://127.0.0.1:{free_port()}"
+    link, ended, cut = Link(uri), list[str](), list[int]()
+
+    def behind_the_link(_: str, keys: Path) -> None:
+        run_silo(SiloArguments(run_of(scenario), SILOS[0], link.uri, keys, tmp_path))
+        ended.append(SILOS[0])
+
+    def watch() -> bool:
+        """Cut the link after a merge; restore it once all rounds are done and the coordinator waits."""
+        merges = sum(isinstance(line, MergeLine) for line in read_metrics(RunFolder(tmp_path)))
+        if merges and not cut:
+            cut.append(merges)
+            link.cut()
+        link.open = link.open or merges == scenario.rounds
+        return False
+
+    try:
+        outcome = threaded_run(
+            scenario,
+            tmp_path,
+            silos=SILOS[1:],
+            others=[behind_the_link],
+            uri=uri,
+            stop_wanted=watch,
+            stop_silos=False,
+        )
+    finally:
+        link.listener.close()
+    assert outcome.summary is not None and outcome.summary.versions == scenario.rounds
+    assert cut[0] < scenario.rounds and ended == [SILOS[0]]
     assert not audit_run(tmp_path).findings

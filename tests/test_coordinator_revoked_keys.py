@@ -1,4 +1,4 @@
-"""Runs that resume without a silo: its key was revoked, or it was given up before the coordinator stopped."""
+"""Runs whose silo loses its key, or that start or resume without one; tests/simulation.py removes keys at any time."""
 
 from __future__ import annotations
 
@@ -29,26 +29,6 @@ from tests.test_coordinator_data_admission import stated
 from tests.test_coordinator_rate_limits import RUN, flat, header, opened_ends
 from tests.threaded_run import resolved, run_of
 from tests.waiting import memory_uri
-
-
-@pytest.mark.slow
-def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, "rounds=6", "participation=1.0", "evaluation.every=0")
-    metrics, asked = tmp_path / "metrics.jsonl", list[str]()
-
-    def merged() -> bool:
-        return metrics.exists() and "merge" in metrics.read_text() and not asked.append("stop")  # type: ignore[func-returns-value]
-
-    assert threaded_run.run(scenario, tmp_path, stop_wanted=merged).phase is Phase.STOPPED
-    revoke(tmp_path / "keys", "silo-03")
-    outcome = threaded_run.run(scenario, tmp_path, resume=True, silos=scenario.silo_names[:3], stop_wanted=within())
-    assert outcome.phase is Phase.DONE
-    (expelled,) = in_process_run.notes(tmp_path, LogEvent.EXPELLED)
-    assert expelled["peer"] == "silo-03"
-    lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
-    after = [line.replies for line in lines if line.version > 3]
-    assert after and not any("silo-03" in replies for replies in after)
-    assert not audit_run(tmp_path).findings
 
 
 @pytest.mark.slow

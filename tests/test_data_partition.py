@@ -1,7 +1,8 @@
-"""Partitioning samples among silos: none lost, none duplicated, no silo empty, reproducible."""
+"""Splits of a data set, and its partition among silos and modalities: none lost, none twice, reproducible."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq.config.scenario import MissingModality, Partition
-from fedmq.data import partition
+from fedmq.config.scenario import Backbone, Data, MissingModality, Partition
+from fedmq.data import catalogue, partition
+from fedmq.data.partition import at_least, deal, plan
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared_arrays import all_present
+from fedmq.data.readers.features import read_features
+from fedmq.data.silo_dataset import modalities_held, silo_rows, without_dropped
+from fedmq.data.splits import Draw, draw_parts, split_of
 from fedmq.errors import InputError
 from tests import definitions
 
@@ -224,3 +231,147 @@ def test_missing_modalities_listed_by_name_are_applied_as_listed() -> None:
     listed = MissingModality(silos={"silo-01": "image", "silo-02": "text"})
     flags = partition.modalities(listed, ["silo-00", "silo-01", "silo-02"])
     assert flags == ((True, True), (True, False), (False, True))
+
+
+# ------------------------------------------------------------------------------------------------------------- splits
+def test_a_random_split_has_the_requested_sizes_and_the_rest_is_database() -> None:
+    split = draw_parts(100, Draw(10, 5, 30), 0)
+    assert np.bincount(split, minlength=5).tolist() == [30, 5, 10, 0, 55]
+    assert (split == draw_parts(100, Draw(10, 5, 30), 0)).all()
+    assert (split != draw_parts(100, Draw(10, 5, 30), 1)).any()
+    # More training items do not change the queries.
+    assert (np.flatnonzero(draw_parts(100, Draw(10, 5, 40), 0) == 2) == np.flatnonzero(split == 2)).all()
+
+
+@pytest.mark.parametrize("sizes", [Draw(100), Draw(10, 90), Draw(10, 0, 91)])
+def test_a_data_set_too_small_for_the_requested_sizes_is_refused(sizes: Draw) -> None:
+    with pytest.raises(InputError, match=r"data\.queries.*the 100 items"):
+        draw_parts(100, sizes, 0)
+
+
+def test_the_scenarios_split_sizes_replace_the_data_sets_split() -> None:
+    own = np.array([0] * 8 + [2, 2], dtype=np.uint8)
+    plain = Data(name="flickr8k", path=Path("x"))
+    assert (split_of(own, 10, plain, Draw()) == own).all()
+    drawn = split_of(own, 10, plain.model_copy(update={"queries": 3, "train": 2}), Draw())
+    assert np.bincount(drawn, minlength=5).tolist() == [2, 0, 3, 0, 5]
+    with pytest.raises(InputError, match=r"data\.queries"):
+        split_of(own, 10, plain.model_copy(update={"train": 2}), Draw())
+    assert np.bincount(split_of(None, 10, plain, Draw())).tolist() == [8, 1, 1]
+    assert np.bincount(split_of(None, 10, plain, Draw(4)), minlength=5).tolist() == [6, 0, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"name": "flicker8k", "path": "x"}, "did you mean flickr8k"),
+        ({"name": "coco"}, "data.path: found 'nothing'"),
+        ({"name": "openmoji", "frames": 3}, "data.frames: .*no such key with data.name openmoji"),
+        ({"name": "features", "path": "x", "train": 3}, "data.train: .*no such key with data.name features"),
+        ({"name": "manifest", "path": "x.csv", "annotations": "y"}, "data.annotations: .*data.name manifest"),
+    ],
+)
+def test_a_scenario_may_use_only_known_data_sets_and_their_options(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        catalogue.check(Data.model_validate(options))
+
+
+# -------------------------------------------------------------------------------------------- items with one modality
+flags = st.lists(st.sampled_from([(True, True), (True, False), (False, True)]), min_size=1, max_size=12)
+
+
+@given(flags, st.booleans(), st.booleans())
+def test_each_item_of_a_silo_is_in_exactly_one_part(present: list[tuple[bool, bool]], image: bool, text: bool) -> None:
+    rows = np.arange(len(present))
+    found = silo_rows(rows, np.array(present), image=image, text=text)
+    parts = [found.dataset, found.image_only, found.text_only, found.unusable]
+    if image or text:
+        assert sorted(np.concatenate(parts).tolist()) == rows.tolist()
+        for row in found.dataset:
+            assert (not image or present[row][0]) and (not text or present[row][1])
+    if not (image and text):
+        assert not len(found.image_only) + len(found.text_only)
+
+
+@given(flags)
+def test_a_silo_without_a_pair_trains_the_modality_of_which_it_has_more(
+    present: list[tuple[bool, bool]],
+) -> None:
+    rows, table = np.arange(len(present)), np.array(present)
+    image, text = modalities_held(rows, table, image=True, text=True)
+    assert image or text
+    assert len(silo_rows(rows, table, image=image, text=text).dataset)
+    if table.all(axis=1).any():
+        assert image and text
+    elif table[:, 0].any() and table[:, 1].any():
+        assert image == (table[:, 0].sum() >= table[:, 1].sum()) != text
+
+
+@given(st.floats(0, 1), st.integers(0, 3), st.sampled_from([None, "image", "text"]))
+def test_a_rate_takes_apart_that_many_training_pairs_only(rate: float, seed: int, only: str | None) -> None:
+    before, train = all_present(40), np.arange(5, 30)
+    given_only = only if rate > 0 else None
+    missing = MissingModality.model_validate({"per": "item", "rate": rate, "seed": seed, "only": given_only})
+    after = without_dropped(before, train, missing)
+    changed = np.flatnonzero(~after.all(axis=1))
+    assert len(changed) == round(rate * 25)
+    assert set(changed) <= set(train)
+    assert after.any(axis=1).all()
+    if given_only:
+        assert after[changed, 0].all() == (given_only == "image") or not len(changed)
+    assert np.array_equal(after, without_dropped(before, train, missing))
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 5), st.integers(0, 20), st.integers(0, 3))
+def test_the_smallest_silo_has_at_least_the_number_that_the_scenario_asks_for(least: int, more: int, seed: int) -> None:
+    partition, silos = Partition(kind="dir_class", alpha=0.05, least=least), 4
+    groups = np.random.default_rng(seed).integers(0, 3, size=4 * least + more)
+    parts = deal(plan(partition, silos, groups, seed), groups)
+    assert min(map(len, parts)) >= least
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(groups)))
+
+
+def test_more_items_for_each_silo_than_there_are_is_refused() -> None:
+    groups = np.zeros(9, np.int64)
+    with pytest.raises(InputError, match=r"partition\.least: found 4, allowed: at most 3"):
+        deal(plan(Partition(kind="iid", least=4), 3, groups, 0), groups)
+    assert [len(part) for part in at_least([np.arange(5), np.arange(0), np.arange(0)], 1)] == [3, 1, 1]
+
+
+def features(path: Path, **more: np.ndarray) -> Path:
+    generator = np.random.default_rng(0)
+    image, text = (generator.normal(size=(6, width)).astype(np.float32) for width in (4, 3))
+    image[1], text[2] = np.nan, np.inf
+    np.savez(path, image=image, text=text, split=np.array(["train"] * 4 + ["test"] * 2), **more)
+    return path
+
+
+IMAGE_PRESENT, TEXT_PRESENT = np.arange(6) != 1, np.arange(6) != 2
+
+
+def test_features_of_an_absent_modality_may_hold_anything_and_become_zero(tmp_path: Path) -> None:
+    path = features(tmp_path / "x.npz", image_present=IMAGE_PRESENT, text_present=TEXT_PRESENT.astype(int))
+    found = read_features(path)
+    assert found.present is not None
+    assert found.present.tolist() == [[row != 1, row != 2] for row in range(6)]
+    assert not found.image[1].any() and not found.text[2].any()
+    assert found.captions.tolist() == [1, 1, 0, 1, 1, 1]
+    data, backbone = Data(name="features", path=path), Backbone(name="features", head="mlp")
+    prepared = prepare(data, backbone, tmp_path / "cache")
+    assert prepared.unpaired
+    assert prepared.present.tolist() == found.present.tolist()
+    assert prepared.pairs("train").tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present"),
+    ],
+)
+def test_wrong_declarations_of_absent_features_are_refused(
+    more: dict[str, np.ndarray], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=expected):
+        read_features(features(tmp_path / "x.npz", **more))

@@ -175,9 +175,6 @@ def test_arrays_of_pixels_that_do_not_fit_are_named(place: str, changes: dict[st
     refused(rf"{path.name}.*{place}", lambda: read_pixels(Data(name="mirflickr", path=path)))
 
 
-VAST = np.uint64(2**63)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -1,4 +1,4 @@
-"""The smallest example of docs/howto/own_sites.md works as printed."""
+"""The smallest example of docs/howto/own_sites.md works as printed, and printed comparisons can be planned."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ import yaml
 from typer.testing import CliRunner
 
 from benchmarks.attacks import free_port
+from fedmq.cli import compare
 from fedmq.cli import main as cli
 from fedmq.cli.options import ProcessOptions, silo_arguments
 from fedmq.cli.scenarios import resolved_file
+from fedmq.config.resolve import load
+from fedmq.config.scenario import Scenario
+from fedmq.experiments.grid import Entry
+from fedmq.experiments.summary import parse_metrics
+from fedmq.federation import preflight
 from silos.program import run_silo
 from tests.own_data_sites import outputs
 from tests.waiting import PATIENCE
+from tools.document_checks import ROOT, pages, printed
 
 pytestmark = pytest.mark.slow
 
@@ -81,3 +88,47 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
     assert "berlin-0" in typed(search)
     done = CliRunner().invoke(cli.app, shlex.split(search.replace("coordinator/run", "berlin/run"))[1:])
     assert done.exit_code and "the folder of silo-00" in str(done.exception)
+
+
+# -------------------------------------------------------------------------------------------------------- comparisons
+#: The commands that compare, by page; in the reference a word in capitals stands for a file.
+COMMANDS = {
+    page.relative_to(ROOT).as_posix(): commands
+    for page in pages()
+    if (commands := {text for text in printed(page) if re.match(r"(compare|sweep) (?![A-Z])", text)})
+}
+
+
+def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry, ...], compare.Options]:
+    """The rows of a comparison, and its options."""
+    options: list[compare.Options] = []
+    monkeypatch.setattr(compare, "carry_out", options.append)
+    CliRunner().invoke(cli.app, shlex.split(command, comments=True), catch_exceptions=False, standalone_mode=False)
+    return compare.plan_of(options[0]).entries, options[0]
+
+
+def measures(scenario: Scenario, metric: str) -> bool:
+    """Whether a run of a scenario can have a metric, as far as its name says: cut-offs, silos, images by images."""
+    evaluation = scenario.evaluation
+    cuts = {"map": evaluation.map_at, "ndcg": evaluation.ndcg_at}
+    return (
+        all(int(cut) in cuts[kind] for kind, cut in re.findall(r"(map|ndcg)_at(\d+)", metric))
+        and all(silo in scenario.silo_names for silo in re.findall(r"silo-\d+", metric))
+        and (evaluation.within or "i2i" not in metric)
+    )
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_every_comparison_that_a_page_prints_can_be_planned(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows have one budget; those of a comparison file of a paper have the metrics of its columns."""
+    monkeypatch.setattr(preflight, "refuse_scenario", lambda _source: None)  # the data need not be here
+    monkeypatch.chdir(ROOT)
+    for command in COMMANDS[page]:
+        entries, options = planned(command, monkeypatch)
+        assert len({len(entry.candidates) for entry in entries}) == 1, command
+        if options.source is not None and options.source.parent.parent.parent.name == "scenarios":
+            assert len(entries) > 1 and str(options.runs).startswith(f"runs/{options.source.parts[1]}"), command
+            for entry in entries:
+                scenario = load(entry.file, entry.settings)
+                for metric in parse_metrics(options.metric or ""):
+                    assert measures(scenario, metric), (command, entry.name, metric)

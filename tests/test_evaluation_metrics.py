@@ -32,6 +32,7 @@ from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Metrics
 from silos.tasks import Silo
 from tests import in_process_run, threaded_run
+from tests.adversary_forged_logs import edit_metrics
 from tests.threaded_run import resolved, run_of
 
 #: A user's metrics file, the only place where the metrics are defined.
@@ -174,11 +175,7 @@ def test_the_audit_finds_a_metric_value_out_of_bounds_in_a_run_folder(tiny: Path
     out = tmp_path / "run"
     in_process_run.run(with_own(tiny, mine), out)
     assert audit_run(out).findings == []
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "evaluation" and line["version"] == 0:
-            line["per_silo"]["silo-00"]["shift"] = 9.0
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit_metrics(out, "evaluation", lambda line: line["per_silo"]["silo-00"].update(shift=9.0), 0)
     (finding,) = audit_run(out).findings
     assert finding.what == "an impossible metric of version 0: shift 9, allowed: 0 to 2"
 

@@ -20,7 +20,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord
 from tests import in_process_run, threaded_run
-from tests.command_line import completed
+from tests.adversary_forged_logs import edit_metrics
 from tests.log_causes import records
 from tests.threaded_run import resolved
 
@@ -220,33 +220,23 @@ def test_a_replay_matches_and_names_a_line_that_differs(tiny: Path, tmp_path: Pa
     threaded_run.run(scenario_of(tiny, EVERY), tmp_path)
     was, now = (replay.read_record(RunFolder(each)) for each in (sealed, tmp_path))
     assert replay.first_difference(was, now) is None
-    lines = RunFolder(tmp_path).metrics.read_text().splitlines()
-    wrong = [json.loads(line) for line in lines]
-    line = next(line for line in wrong if line["kind"] == "personal")
-    line["personal"]["mean_r1"] -= 0.1
-    RunFolder(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    edit_metrics(tmp_path, "personal", lambda line: line["personal"].update(mean_r1=0.99), 2)
     difference = replay.first_difference(was, replay.read_record(RunFolder(tmp_path)))
     assert difference is not None
     assert difference.place == "personal of version 2"
 
 
-def changed(sealed: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> list[str]:
-    """Audit findings on a copy of the run with changed metric lines."""
-    out = tmp_path / "copy"
-    shutil.copytree(sealed, out)
-    lines = [json.loads(line) for line in RunFolder(out).metrics.read_text().splitlines()]
-    for line in lines:
-        change(line)
-    RunFolder(out).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def changed(sealed: Path, tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], object], at: int) -> list[str]:
+    """Audit findings on a copy of the run with a changed line of the metrics."""
+    out = Path(shutil.copytree(sealed, tmp_path / "copy"))
+    edit_metrics(out, kind, change, at)
     return [finding.what for finding in audit_run(out).findings]
 
 
 def test_the_audit_finds_metrics_that_a_silo_never_reported(tmp_path: Path, sealed: Path) -> None:
-    def forge(line: dict[str, Any]) -> None:
-        if line["kind"] == "personal" and line["version"] == 4:
-            line["personal_whole_split"]["silo-01"]["mean_r1"] -= 0.1
-
-    found = changed(sealed, tmp_path, forge)
+    found = changed(
+        sealed, tmp_path, "personal", lambda line: line["personal_whole_split"]["silo-01"].update(mean_r1=0.99), 4
+    )
     assert found == [
         "personal does not match the metrics it is computed from",
         "the metrics of silo-01's personal model at version 4 are not what it answered",
@@ -259,39 +249,11 @@ def test_the_audit_finds_a_merge_of_a_silo_that_only_sent_a_measurement(tmp_path
 
     def forge(line: dict[str, Any]) -> None:
         # The silo evaluated its personal model at version 2, but ran no task there.
-        if line["kind"] == "merge" and line["version"] == 3:
-            line["replies"].append(away)
-            line["staleness"].append(0)
+        line["replies"].append(away)
+        line["staleness"].append(0)
 
-    assert f"1 replies of {away} to version 2 merged, but 0 were received" in changed(sealed, tmp_path, forge)
-
-
-@pytest.mark.slow
-def test_real_processes_give_the_same_lines_despite_faults(tiny: Path, tmp_path: Path) -> None:
-    path, faults = (
-        tmp_path / "scenario.yaml",
-        [
-            "{kind: leave, silos: [silo-00], rounds: [1, 3]}",
-            "{kind: crash, silos: [silo-01], rounds: [1, 2]}",
-            "{kind: coordinator_crash, after_round: 2}",
-        ],
-    )
-    scenario = scenario_of(tiny, EVERY, "participation=1.0", f"faults=[{', '.join(faults)}]")
-    in_process_run.run_restarted(scenario, tmp_path / "calls")
-    path.write_text(scenario.dump())
-    done = completed("scenario", path, "--out", tmp_path / "run", "--quiet")
-    assert done.returncode == 0, done.stderr
-    lines = in_process_run.lines(tmp_path / "run", "personal")
-    assert lines == in_process_run.lines(tmp_path / "calls", "personal")
-    assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]
-    summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
-    real, calls = (counted(summary) for summary in summaries)
-    # A process that reconnects receives its task again, so these counts depend on the machine.
-    for each in (real, calls):
-        each["tasks"] = {name: each["tasks"][name] for name in ("merged", "failed")}
-        del each["bytes"]
-    assert real == calls
-    assert not audit_run(tmp_path / "run").findings
+    found = changed(sealed, tmp_path, "merge", forge, 3)
+    assert f"1 replies of {away} to version 2 merged, but 0 were received" in found
 
 
 # ---------------------------------------------------------------------------------------------------- names and curves

@@ -1,10 +1,11 @@
-"""Comparisons: result tables."""
+"""Comparisons: values of a row, tables and plots."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, known_names, measure
 from fedmq.evaluation.recall import of_folds
+from fedmq.experiments import grid as planning
+from fedmq.experiments import plots, summary, tables
 from fedmq.experiments import summary as made_rows
-from fedmq.experiments import tables
 from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.runs.result_limits import Gallery
@@ -27,6 +30,7 @@ from fedmq.runs.results import Target
 from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import Study, digest_of, entries, finish, resolve, studied
+from tests.test_runs_html_page import drawn
 
 
 @pytest.fixture
@@ -216,3 +220,168 @@ def test_a_terminal_too_narrow_for_all_columns_splits_them_into_several_tables()
         assert views[0].plain == "title"
         assert all(name in text and f"0.{number}446 ± 0.0031" in text for number, name in enumerate(names))
         assert (text.count("title"), text.count("a note")) == (1, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- values of a row
+def test_values_are_found_by_metric_name_or_by_path_in_the_summary(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    outcome = results.read(RunFolder(tmp_path))
+    assert outcome.value("mean_r1") == 0.5
+    assert outcome.value("fairness.worst_r1") == 0.25
+    assert (outcome.value("bytes.up"), outcome.value("bytes.up.delta")) == (108.0, 100.0)
+    assert outcome.value("seconds.virtual") == 3.0
+    assert [outcome.value(name) for name in ("personal.mean_r1", "protocol", "map", "bytes", "fairness")] == [None] * 5
+
+
+def test_the_time_to_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    outcome = results.read(RunFolder(tmp_path))
+    assert outcome.time_to(Target("mean_r1", 0.1)) == 0.0
+    assert outcome.time_to(Target("mean_r1", 0.3)) == 3.0
+    assert outcome.time_to(Target("mean_r1", 0.6)) is None
+    evaluations = [
+        dataclasses.replace(each, metrics={**each.metrics, "i2t_medr": rank})
+        for each, rank in zip(outcome.evaluations, (50.0, 4.0), strict=True)
+    ]
+    ranked = dataclasses.replace(outcome, evaluations=tuple(evaluations))
+    assert ranked.time_to(Target("i2t_medr", 5.0)) == 3.0
+    assert ranked.time_to(Target("i2t_medr", 3.0)) is None
+    assert outcome.time_to(Target("fairness.worst_r1", 0.25)) == 0.0
+    assert outcome.time_to(Target("fairness.worst_r1", 0.3)) is None
+
+
+def test_version_0_yields_the_untrained_values(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    before = results.read(RunFolder(tmp_path)).untrained()
+    assert before.value("mean_r1") == 0.1
+    assert before.value("fairness.gap_r1") == pytest.approx(0.25)
+    assert before.value("bytes.up") is None
+
+
+def test_an_unfinished_run_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="finished run"):
+        results.read(RunFolder(tmp_path))
+
+
+def test_the_confidence_interval_is_the_paired_t_interval() -> None:
+    own, base = {0: 0.50, 1: 0.61, 2: 0.55}, {0: 0.45, 1: 0.52, 2: 0.53}
+    found = summary.statistic(own, base)
+    differences = np.array([0.05, 0.09, 0.02])
+    half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
+    assert (found.n, found.mean, found.std) == (3, pytest.approx(np.mean([0.5, 0.61, 0.55])), pytest.approx(0.0550757))
+    assert found.difference == pytest.approx(differences.mean())
+    assert (found.low, found.high) == (
+        pytest.approx(differences.mean() - half),
+        pytest.approx(differences.mean() + half),
+    )
+
+
+def test_differences_use_the_seeds_that_both_rows_have() -> None:
+    found = summary.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
+    assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
+    assert "seeds" not in tables.difference_text(found)
+    missing = summary.statistic({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 2: 2.0})
+    assert (missing.n, missing.pairs) == (3, 2)
+    assert tables.difference_text(missing).endswith("(2 of 3 seeds)")
+    single = summary.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
+    assert single.difference == 0.75
+    assert np.isnan([single.std, single.low, single.high]).all()
+    assert np.isnan(summary.statistic({}, {0: 1.0}).mean)
+
+
+def test_the_best_row_is_better_than_every_complete_row_by_a_paired_interval() -> None:
+    low, high, noisy = {0: 0.10, 1: 0.20, 2: 0.30}, {0: 0.15, 1: 0.26, 2: 0.36}, {0: 0.9, 1: 0.0, 2: 0.0}
+    incomplete = {0: 9.0}
+    assert summary.best([low, high, incomplete], "mean_r1") == {1}
+    assert summary.best([low, high, incomplete], "fairness.std_r1") == {0}
+    assert summary.best([low, high, incomplete], "bytes.up") == {0}
+    assert summary.best([low, high, noisy], "mean_r1") == set(), "no row is better than the noisy one beyond chance"
+    assert summary.best([low, low], "mean_r1") == summary.best([low], "mean_r1") == set()
+    assert summary.best([{0: 0.1}, {0: 0.9}], "mean_r1") == set(), "one seed has no interval"
+
+
+# -------------------------------------------------------------------------------------------------------------- plots
+def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over_time(
+    tiny: Path, tmp_path: Path
+) -> None:
+    plan, rows = studied(tiny, tmp_path)
+    table = tables.grid(rows, plan)
+    page = plots.page(rows, "title & more", "fedmq compare a&b.yaml", table)
+    assert "title &amp; more" in page and "fedmq compare a&amp;b.yaml" in page
+    best = {cell.text for row in table.body for cell in row if cell.best}
+    assert best and best == set(re.findall("<b>(.*?)</b></td>", page)), "the table, and bold what its intervals prove"
+    assert "virtual time [s]" in page
+    for column in ("mean_r1", "fairness.worst_r1"):
+        for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
+            assert title in page
+    figures = drawn(page)
+    assert (
+        len(figures) == 2 + 2 + 2 + 4
+    )  # three columns as differences and against the key, two columns as two curves each
+    bands = [trace for figure in figures for trace in figure.data if trace.type == "scatter" and trace.fill == "toself"]
+    assert bands
+    zero = [figure for figure in figures if figure.layout.shapes]
+    assert [shape.x0 for figure in zero for shape in figure.layout.shapes] == [0] * len(zero)
+    assert not any(trace.type == "bar" for figure in figures for trace in figure.data)
+    assert {trace.mode for trace in bands} == {"lines"}, "a band has no points of its own"
+
+
+def test_the_spread_over_silos_has_a_curve_and_a_value_measured_once_has_none(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    with RunFolder(tmp_path).metrics.open("a") as file:
+        own = {"silo-00": {"mean_r1": 0.7}}
+        line = {"kind": "personal", "version": 2, "personal": {"mean_r1": 0.7}, "personal_whole_split": own}
+        spread = {"std_r1": 0.0, "worst_r1": 0.7, "gap_r1": 0.0}
+        more = {"personal_per_silo": own, "personal_per_silo_mean": {"mean_r1": 0.7}, "personal_fairness": spread}
+        file.write(json.dumps({**line, **more}) + "\n")
+    outcome = results.read(RunFolder(tmp_path))
+    assert outcome.course("fairness.std_r1") == ((0, 0.0, pytest.approx(0.125)), (2, 3.0, pytest.approx(0.125)))
+    assert outcome.course("personal.mean_r1") == ((2, 3.0, 0.7),)
+    assert outcome.course("per_silo_mean.mean_r1") == ((0, 0.0, 0.375), (2, 3.0, 0.375))
+    assert outcome.untrained().value("per_silo_mean.mean_r1") == 0.375
+    assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
+    plan = ComparisonPlan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
+    rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}})
+    page = plots.page(rows, "title", "", tables.grid(rows, plan))
+    assert set(re.findall(r"([\w.]+) over (?:merges|virtual time)", page)) == {"fairness.std_r1"}
+
+
+@pytest.mark.parametrize(
+    ("vary", "against"),
+    [
+        (["tiny:rounds=3,4", "other:silos.count=4,5"], None),
+        (["rounds=3,4", "other:silos.count=4,5"], "rounds"),
+        (["tiny:rounds=3,4"], "rounds"),
+    ],
+)
+def test_plots_are_drawn_against_a_key_that_all_methods_vary(
+    tiny: Path, tmp_path: Path, vary: list[str], against: str | None
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
+    varied = [planning.parse_variation(text, "--vary") for text in vary]
+    plan = ComparisonPlan(planning.entries([tiny, other], [], varied, [], resolve), (0,), ("mean_r1",))
+    finished: dict[str, dict[int, results.FinishedRun]] = {}
+    for number, row in enumerate(plan.entries):
+        finish(RunFolder(tmp_path / str(number)), 0.5)
+        finished[row.name] = {0: results.read(RunFolder(tmp_path / str(number)))}
+    rows = made_rows.rows(plan, {}, finished)
+    page = plots.page(rows, "title", "", tables.grid(rows, plan))
+    assert set(re.findall(r"mean_r1 against ([\w.]+)", page)) == ({against} if against else set())
+    assert "mean_r1 over merges" in page
+
+
+def test_the_mean_of_curves_of_different_lengths_ends_at_the_mean_of_their_last_values() -> None:
+    x, values = plots.on_common_grid(
+        [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([0.0, 3.0]), np.array([1.0, 4.0]))]
+    )
+    assert x.tolist() == [0.0, 2.0, 3.0, 4.0]
+    assert values.tolist() == [[0.0, 2.0, 3.0, 4.0], [1.0, 3.0, 4.0, 4.0]]
+
+
+def test_no_curve_extends_to_the_left_of_its_first_value() -> None:
+    late, early = (np.array([2.0, 3.0]), np.array([5.0, 7.0])), (np.array([1.0, 4.0]), np.array([0.0, 3.0]))
+    x, values = plots.on_common_grid([late, early])
+    assert x.tolist() == [2.0, 3.0, 4.0]
+    assert values.tolist() == [[5.0, 7.0, 7.0], [1.0, 2.0, 3.0]]

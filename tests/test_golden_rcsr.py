@@ -190,10 +190,3 @@ LOOSE = ("router_grad_logits",)
 
 def test_golden_rcsr() -> None:
     compare_all("rcsr", CHECKS, loose=LOOSE)
-
-
-def test_golden_analytic_gradient_of_the_proximal_term_equals_autograd() -> None:
-    generator = torch.Generator().manual_seed(0)
-    drift = torch.randn(20, generator=generator, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(losses.proximal(drift, 0.01), drift)
-    np.testing.assert_allclose(losses.proximal_gradient(drift.detach(), 0.01), gradient, rtol=1e-12)

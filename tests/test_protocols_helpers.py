@@ -1,7 +1,8 @@
-"""Small helpers of the methods against computed values: an error here would degrade a run without breaking it."""
+"""Small helpers of the methods against computed values; sums and ties where merges are of few replies."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedmq.config.scenario import Objective, Training
+import protocols
+from fedmq.config.scenario import Objective, ProtocolChoice, Training
 from fedmq.config.sections import Robust
-from fedmq.federation.protocol import Local, SiloFacts, Task, Update
+from fedmq.federation.protocol import Local, Task, Update
 from fedmq.models.hash_networks import Tower
-from fedmq.wire.payloads import Loss
+from fedmq.wire.payloads import ClassPrototypes, Loss
 from protocols import fedcmr
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from protocols.objectives.shdch import Level, swept_codes
@@ -26,10 +28,6 @@ from tests.replies import payload_of, silo_of
 from tests.small_federation import SmallFederation, population
 
 PAIRED = ((True, True),) * 4
-
-
-def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Update:
-    return Update(silo, 1, base, 0, 1.0, payloads)
 
 
 # ----------------------------------------------------------------------------------------------------------- K-means
@@ -203,3 +201,73 @@ def test_an_undetermined_bit_of_a_class_code_is_unchanged() -> None:
     level = Level(1.0, torch.eye(2), codes)
     zero = torch.zeros(2, 3)
     assert torch.equal(swept_codes(level, [zero, zero], codes[:0], torch.zeros(2, 0), torch.zeros(2, 1), 3), codes)
+
+
+# ---------------------------------------------------------------------------------------------- merges of few replies
+THREE_PAIRS = ((True, True),) * 3
+HASHING = Objective(base="triplet", bits=8, hidden=16)
+
+
+def configured_for(run: SmallFederation, name: str, options: dict[str, Any], *, whole: bool) -> SmallFederation:
+    """The run, whose protocol is configured for merges of whole rounds or of few replies."""
+    context = dataclasses.replace(run.context, whole_rounds=whole)
+    run.protocol = protocols.create(ProtocolChoice(name=name, **options), context)
+    return run
+
+
+def with_loss(reply: Update, value: float) -> Update:
+    payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+def test_sums_run_over_the_table_where_merges_are_of_few_replies_unless_configured(name: str) -> None:
+    def theta(sums: str | None, *, whole: bool) -> torch.Tensor:
+        run = configured_for(population(name, kinds=THREE_PAIRS), name, {"sums": sums}, whole=whole)
+        replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
+        state = run.protocol.merge(run.state, replies, 0).state
+        few = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
+        return run.protocol.merge(state, few, 1).state.theta
+
+    reporters, table = theta("reporters", whole=True), theta("table", whole=False)
+    assert not torch.equal(reporters, table)
+    for sums, whole, expected in (
+        (None, True, reporters),
+        (None, False, table),
+        ("reporters", False, reporters),
+        ("table", True, table),
+    ):
+        assert torch.equal(theta(sums, whole=whole), expected), (sums, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "flips"),
+    [({}, True, True), ({}, False, False), ({"hysteresis": 0.0}, False, True), ({"hysteresis": 0.05}, True, False)],
+)
+def test_a_bit_near_a_tie_is_kept_where_merges_are_of_few_replies_unless_configured(
+    options: dict[str, Any], whole: bool, flips: bool
+) -> None:
+    run = configured_for(population("fedhap", kinds=THREE_PAIRS, objective=HASHING), "fedhap", options, whole=whole)
+    replies = run.replies()
+
+    def voting(sign: float) -> list[Update]:
+        """Every silo's class means, with every bit close to a tie."""
+        return [
+            dataclasses.replace(
+                reply,
+                payloads=tuple(
+                    ClassPrototypes(
+                        np.full_like(each.prototypes, sign * 0.03), np.ones_like(each.counts), each.modality
+                    )
+                    if isinstance(each, ClassPrototypes)
+                    else each
+                    for each in reply.payloads
+                ),
+            )
+            for reply in replies
+        ]
+
+    state = run.protocol.merge(run.state, voting(1.0), 0).state
+    assert (state.tensors["fedhap.prototypes"] == 1).all()  # the first vote counts however close to a tie
+    after = run.protocol.merge(state, voting(-1.0), 0).state.tensors["fedhap.prototypes"]
+    assert (after == (-1 if flips else 1)).all()

@@ -1,15 +1,23 @@
-"""State that hashing bases keep for a modality that a silo loses and regains."""
+"""State of a modality that a silo loses and regains, and updates of silos that lack one or share nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained
+from fedmq.wire.payloads import PartialDelta
+from protocols.parts.missing_branch import completed, layers_of, shortened, trainable
+from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
+from tests.threaded_run import resolved
 
 PAIRED = ((True, True),)
 
@@ -67,3 +75,50 @@ def test_a_bank_of_images_is_never_used_for_captions() -> None:
         trained_with(run, silo, image=False)
         changes.append(run.model.flat.detach().clone())
     assert torch.equal(*changes)
+
+
+# -------------------------------------------------------------------- layers and updates of a silo without a modality
+#: FedPer keeps the last layers personal, and the image net of these bases has no others.
+SETTINGS = ("protocol=fedper", "rounds=2", "participation=1", "objective={base: dcmh, bits: 8, hidden: 16}")
+LONE = "missing_modality.silos={silo-01: image}"
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_an_update_has_no_layer_of_the_branch_that_the_silo_lacks(base: str) -> None:
+    run = population("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
+    image_only = next(silo for silo in run.context.silos if not silo.text)
+    layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.traits().shared_layers)
+    assert trainable(shared, image_only) == ()
+    (update,) = [each for each in run.train(image_only).payloads if isinstance(each, PartialDelta)]
+    sent = shortened(update, layout, image_only)
+    assert isinstance(sent, PartialDelta) and sent.names == () and sent.buffer.size == 0
+    whole = completed(sent, layout, shared, image_only)
+    assert isinstance(whole, PartialDelta) and whole.names == shared
+    np.testing.assert_array_equal(whole.buffer, update.buffer)
+
+
+@pytest.mark.slow
+def test_a_silo_with_nothing_to_share_sends_no_parameters_and_the_run_is_the_same_over_the_wire(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny, *SETTINGS, LONE)
+    outcome = threaded_run.run(scenario, tmp_path / "wire")
+    assert outcome.phase is Phase.DONE and outcome.summary.messages.refused == 0
+    audit = audit_run(tmp_path / "wire")
+    assert not audit.findings
+    assert audit.left["silo-01"]["partial_delta"] == 0 < audit.left["silo-00"]["partial_delta"]
+    assert in_process_run.run(scenario, tmp_path / "inline").summary.model_digest == outcome.summary.model_digest
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["privacy={clip_norm: 1.0, noise_multiplier: 0.1}"],
+        ["faults=[{kind: noise, silos: [silo-01]}, {kind: sign_flip}]"],
+        ["aggregation.robust.rule=norm_bound"],
+        ["aggregation.robust.rule=krum"],
+    ],
+)
+def test_an_empty_update_passes_privacy_faults_and_robust_rules(tiny: Path, tmp_path: Path, more: list[str]) -> None:
+    summary = in_process_run.run(resolved(tiny, *SETTINGS, LONE, *more), tmp_path).summary.plain()
+    assert summary["tasks"] == {"merged": 8, "failed": 0, "discarded": 0}

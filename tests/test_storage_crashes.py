@@ -1,13 +1,17 @@
-"""Checkpoints, personal state, slots: what survives a crash and what a crash frees."""
+"""Checkpoints, personal state, slots, locks: what survives a crash and what a crash frees."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ from fedmq.errors import DiskError, InputError, RunError
 from fedmq.federation.faults import FaultSchedule
 from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
-from fedmq.storage.locks import try_lock
+from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
@@ -170,28 +174,6 @@ def test_the_last_two_checkpoints_are_kept_and_older_states_are_linked_without_c
     assert torch.equal(loaded.states[1].theta, torch.ones(3))
 
 
-def test_a_crash_while_writing_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints.save(tmp_path, made(1))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "write_tensors", full)
-    with pytest.raises(RunError, match="No space left"):
-        checkpoints.save(tmp_path, made(2))
-    loaded = checkpoints.load(tmp_path)
-    assert loaded is not None
-    assert loaded.rounds.version == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
-
-
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    folder = checkpoints.save(tmp_path, made(1))
-    (folder / "state-000001.safetensors").write_bytes(b"no")
-    with pytest.raises(InputError, match="version-000001"):
-        checkpoints.load(tmp_path)
-
-
 @pytest.mark.parametrize("carried", [False, True])
 def test_a_replaced_state_file_makes_the_checkpoint_damaged(tmp_path: Path, *, carried: bool) -> None:
     folder = checkpoints.save(tmp_path, made(1))
@@ -330,3 +312,75 @@ def test_folders_of_slots_that_no_process_uses_are_removed(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "r"]
     second.close()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+# -------------------------------------------------------------------------------------------------------------- locks
+FORK = multiprocessing.get_context("fork")
+
+
+def _hold(path: Path, there: Connection) -> None:
+    with locked(path):
+        there.send("held")
+        time.sleep(1000)
+
+
+def test_a_locked_file_is_locked_for_other_processes_and_keeps_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"content")
+    with path.open("ab") as one, path.open("ab") as other:
+        assert try_lock(one)
+        assert not try_lock(other)
+        assert is_locked(path)
+        unlock(one)
+        assert not is_locked(path)
+        lock(other)
+        assert not try_lock(one)
+    assert not is_locked(path)
+    assert path.read_bytes() == b"content"
+
+
+def test_the_lock_of_a_file_in_an_unwritable_folder_can_be_queried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"content")
+    path.chmod(0o444)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with path.open("rb") as file:
+        assert not is_locked(path)
+        assert try_lock(file)
+        assert is_locked(path)
+
+
+@pytest.mark.slow
+def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    here, there = FORK.Pipe()
+    holder = FORK.Process(target=_hold, args=(path, there))
+    holder.start()
+    assert here.recv() == "held"
+    assert is_locked(path)
+    assert holder.pid is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    with locked(path):
+        holder.join()
+
+
+def _count(path: Path, times: int) -> None:
+    for _ in range(times):
+        with locked(path.with_suffix(".lock")):
+            count = int(path.read_text())
+            time.sleep(0.001)
+            path.write_text(str(count + 1))
+
+
+@pytest.mark.slow
+def test_forked_processes_hold_a_lock_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "count"
+    path.write_text("0")
+    processes = [FORK.Process(target=_count, args=(path, 10)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert path.read_text() == "40"

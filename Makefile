@@ -23,7 +23,7 @@ static-style: .venv/installed
 	$(BIN)/ruff format --check .
 
 static-types: .venv/installed
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 static-layers: .venv/installed
 	$(BIN)/lint-imports

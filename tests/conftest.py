@@ -10,10 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import typer.main
@@ -83,16 +81,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def _programs_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forked_programs.Popen)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _memory_is_estimated() -> Iterator[None]:
-    """A run in the process of a test measures its resident set, in place of a walk through the pages of all tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            psutil.Process, "memory_full_info", lambda process: SimpleNamespace(pss=process.memory_info().rss)
-        )
         yield
 
 

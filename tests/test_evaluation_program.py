@@ -18,10 +18,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Evaluation
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.errors import InputError
-from fedmq.evaluation.gallery_ranking import Embedded, rank
+from fedmq.evaluation.gallery_ranking import Embedded, fold_recalls, rank
 from fedmq.evaluation.heldout import HeldOut, embed
 from fedmq.evaluation.metrics import BUILT_IN, Measured, measure
-from fedmq.evaluation.recall import of_folds
 from fedmq.federation import population as populations
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders
@@ -165,7 +164,7 @@ def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
     unit = Embedded(image / lengths[0], text / np.where(lengths[1] > 0, lengths[1], 1), owner)
     measured = [measure(Measured(each, Evaluation())) for each in (unit, Embedded(image, text, owner))]
     assert measured[0] == pytest.approx(measured[1], rel=1e-5)
-    folds = [of_folds(each, 20) for each in (unit, Embedded(image, text, owner))]
+    folds = [fold_recalls(each, 20) for each in (unit, Embedded(image, text, owner))]
     assert folds[0] == folds[1]
 
 

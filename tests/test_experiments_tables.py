@@ -17,9 +17,8 @@ from scipy import stats
 
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError
-from fedmq.evaluation.gallery_ranking import Embedded
+from fedmq.evaluation.gallery_ranking import Embedded, fold_recalls
 from fedmq.evaluation.metrics import Measured, known_names, measure
-from fedmq.evaluation.recall import of_folds
 from fedmq.experiments import grid as planning
 from fedmq.experiments import plots, summary, tables
 from fedmq.experiments import summary as made_rows
@@ -154,7 +153,7 @@ def test_the_metrics_of_an_evaluation_are_known_beforehand(tmp_path: Path) -> No
     items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
     assert set(measure(Measured(items, asked, items))) == set(known_names(asked))
     with_folds = set(known_names(asked.model_copy(update={"fold_size": 2})))
-    assert with_folds == set(known_names(asked)) | set(of_folds(items, 2))
+    assert with_folds == set(known_names(asked)) | set(fold_recalls(items, 2))
 
 
 def test_runs_of_differing_software_or_hardware_are_noted_under_the_table(study: Study) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedmq import seeds
 from fedmq.config.sections import Evaluation
-from fedmq.evaluation import hamming, label_metrics
+from fedmq.evaluation import hamming, label_metrics, recall
 
 #: Tolerance of the length of float32 unit vectors.
 _LENGTH = 1e-4
@@ -138,3 +138,23 @@ def rank(
         )
         for way in ways
     }
+
+
+def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
+    """Recall within consecutive folds of ``size`` items, averaged over the full folds.
+
+    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000.
+
+    Args:
+        items: the evaluated items, at least ``size``.
+        size: number of items in a fold.
+        seed: seed of the order within a fold, which breaks ties.
+
+    Returns:
+        ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
+    """
+    starts = range(0, len(items.image) - size + 1, size)
+    folds = []
+    for start in starts:
+        folds.append(recall.recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
+    return {f"fold_{name}": float(np.mean([fold[name] for fold in folds])) for name in folds[0]}

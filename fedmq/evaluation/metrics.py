@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fedmq.config.sections import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
-from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, rank, shuffled
+from fedmq.evaluation.gallery_ranking import Embedded, Way, comparable, fold_recalls, rank, shuffled
 from fedmq.evaluation.label_metrics import RankingMetrics
 from fedmq.evaluation.recall import HEADLINE
 from fedmq.text import nearest
@@ -290,7 +290,7 @@ def _within(items: Measured) -> dict[str, float]:
 
 def _folds(items: Measured) -> dict[str, float]:
     size = items.evaluation.fold_size
-    return recall.of_folds(items.queries, size, items.seed) if size else {}
+    return fold_recalls(items.queries, size, items.seed) if size else {}
 
 
 # ----------------------------------------------------------------------------------------------------- the registry

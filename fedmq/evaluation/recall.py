@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.splits import same_rows
-from fedmq.evaluation.gallery_ranking import Embedded, comparable
 from fedmq.evaluation.hamming import Array, as_numpy
 
 F64 = npt.NDArray[np.float64]
@@ -169,23 +168,3 @@ def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]
     """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos that have a ``mean_r1``."""
     spread = fairness([values[HEADLINE] for values in per_silo.values() if HEADLINE in values])
     return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}
-
-
-def of_folds(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
-    """Recall within consecutive folds of ``size`` items, averaged over the full folds.
-
-    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000.
-
-    Args:
-        items: the evaluated items, at least ``size``.
-        size: number of items in a fold.
-        seed: seed of the order within a fold, which breaks ties.
-
-    Returns:
-        ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
-    """
-    starts = range(0, len(items.image) - size + 1, size)
-    folds = []
-    for start in starts:
-        folds.append(recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
-    return {f"fold_{name}": float(np.mean([fold[name] for fold in folds])) for name in folds[0]}

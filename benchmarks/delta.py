@@ -19,7 +19,6 @@ from fedmq.federation.updates import read_only
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Kind, Message, TaskInfo
 from fedmq.wire.payloads import Delta
-from fedmq.wire.sessions import keep_buffers
 from protocols.parts.aggregation import accumulate
 
 _WARM, _REPEATS = 8, 60
@@ -97,8 +96,7 @@ def run(*, smoke: bool = False) -> Result:
     """
     del smoke
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # like the next line, as the coordinator does
-    keep_buffers()
+    torch.set_num_threads(1)  # as the coordinator does
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             root = Path(folder)

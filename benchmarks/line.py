@@ -17,6 +17,7 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
@@ -40,6 +41,7 @@ def two_branches(parameters: int = PARAMETERS) -> Layout:
 
 def link_of(uri: str, keys: Path, out: Path, name: str) -> Channel:
     """A silo's channel; timestamps are of the monotonic clock, which all processes of the machine share."""
+    keep_buffers(12 * PARAMETERS)  # three models, as a silo's process does
     clock = WallClock()
     log = MessageLog(out / f"{name}.jsonl", name, clock)
     return Channel(uri, load_identity(keys, name), load_accepted(keys), RUN, log, clock, now=time.monotonic)
@@ -54,6 +56,7 @@ def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[t
         folder: empty folder for ``keys`` and the logs.
         names: of the silos.
     """
+    keep_buffers()  # as the coordinator's process does
     keys = folder / "keys"
     init_keys(keys, (COORDINATOR, *names))
     clock, identity, accepted = WallClock(), load_identity(keys, COORDINATOR), load_accepted(keys)

@@ -39,7 +39,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Kind
-from fedmq.wire.payloads import Delta, Model, Payload
+from fedmq.wire.payloads import Delta, Payload
 from fedmq.wire.sessions import Session
 from protocols.parts import aggregation
 
@@ -70,7 +70,7 @@ class Constant(FederatedProtocol):
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model."""
-        return (Model(self.context.layout.digest, state.theta.numpy()),)
+        return (state.model(self.context.layout),)
 
     def train(self, local: Local, task: Task) -> Trained:
         """Return the constant without training."""

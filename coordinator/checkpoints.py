@@ -29,6 +29,7 @@ from fedmq.clock import Clock
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import State
 from fedmq.runs.status import ERROR_CHARACTERS
+from fedmq.storage.cache import read_digest
 from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors
@@ -48,7 +49,7 @@ class CheckpointRecord(Stored):
         issued: number and issue time [s] of each pending task, by silo.
         data: digest of the prepared data.
         trace: digest of the availability trace's file; empty if there is none.
-        digests: SHA-256 (hex) of the state files, by name.
+        digests: BLAKE3 (hex) of the state files, by name.
         values: each state's values that are not tensors, by version.
         digest: SHA-256 (hex) of the other keys.
     """
@@ -144,7 +145,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             else:
                 _write_state(temporary / name, state)
                 to_disk(temporary / name)
-                digests[name] = _digest(temporary / name)
+                digests[name] = read_digest(temporary / name)[1]
         record = CheckpointRecord(
             rounds=checkpoint.rounds,
             now=checkpoint.now,
@@ -164,9 +165,9 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             shutil.rmtree(target)
         temporary.rename(target)
         to_disk(folder)
-    except OSError as error:
+    except (OSError, InputError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror or error
+        reason = getattr(error, "strerror", None) or error
         raise RunError(f"{target}: the checkpoint could not be written: {reason}") from error
     for old in _existing(folder)[:-KEPT]:
         shutil.rmtree(old)
@@ -177,12 +178,6 @@ def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
     # safetensors refuses tensors that share memory, as views of one buffer do.
     write_tensors(path, {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -262,7 +257,7 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
 
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str]) -> State:
     check_regular(path, _MOST_BYTES, _ALLOWED)
-    if _digest(path) != digests[path.name]:
+    if read_digest(path)[1] != digests[path.name]:
         raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)
     theta: torch.Tensor = tensors.pop(_THETA)

@@ -5,6 +5,7 @@ Peers with processes of their own are in :mod:`coordinator.sessions`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,10 @@ from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
-from fedmq.wire.fields import all_finite
 from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
-from fedmq.wire.payloads import Error, Payload, tensors
+from fedmq.wire.payloads import Error, Payload
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,7 @@ class InProcessPeers(Peers):
     def take(self, address: bytes, frames: Sequence[Any], header: Header | None = None) -> Any:
         """Take a message of :meth:`receive`; a reply with non-finite numbers is refused as by the codec."""
         taken = frames[0]
-        bulk = [array for payload in getattr(taken, "payloads", ()) for array in tensors(payload)]
-        if not all(map(all_finite, bulk)):
+        if not all(math.isfinite(payload.largest) for payload in getattr(taken, "payloads", ())):
             error = RemoteWireError(Reason.NOT_FINITE, "NaN or infinity")
             self.refuse(taken.header.sender, error, 0)
             return Unusable(taken.header, error.reason, str(error))

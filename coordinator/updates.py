@@ -161,20 +161,17 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
     if samples is not None and payload.n_samples > samples:
         # Merges weight by this number: with a false one a silo could dominate the model.
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
-    low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
-    if max(-float(low), float(high)) > LARGEST:
+    if payload.largest > LARGEST:
         raise ImplausibleError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
 
 
 def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Tensor | None) -> None:
     """Check the norm of a change against the norm of its base model."""
-    if theta is None:
+    # No norm is above this product, so those of updates of sound training are not computed.
+    if theta is None or payload.largest * math.sqrt(payload.buffer.size) <= LONGEST:
         return
-    # A single-precision norm may overflow to infinity, which is refused below. The norm of the base model is computed
-    # only for long changes.
+    # A single-precision norm may overflow to infinity, which is refused below.
     length = float(torch.linalg.vector_norm(read_only(payload.buffer)))
-    if length <= LONGEST:
-        return
     most = LONGEST * max(1.0, float(torch.linalg.vector_norm(theta)))
     if length > most:
         raise ImplausibleError(

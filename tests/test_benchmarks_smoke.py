@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import delta, runs
+from benchmarks import line, runs
 from benchmarks.peers import comparison
 from benchmarks.registry import BENCHMARKS, run_one
 from fedmq.launch.forkserver import warm_up
@@ -57,7 +57,7 @@ def code_of(monkeypatch: pytest.MonkeyPatch, module: object, *words: str) -> int
 def test_each_benchmark_runs_at_its_smallest_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "numbers.json"
     warm_up("features")
-    monkeypatch.setattr(delta, "keep_buffers", lambda: None)  # not undone, and this process goes on to other tests
+    monkeypatch.setattr(line, "keep_buffers", lambda: None)  # not undone, and this process goes on to other tests
     with runs_here():
         run_one(name, True, file)
     result = json.loads(file.read_text())

@@ -16,7 +16,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode
 from fedmq.wire.fields import Field, FieldError, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, Kind, Message
-from fedmq.wire.payloads import PAYLOADS, Payload
+from fedmq.wire.payloads import PAYLOADS, Loss, Payload
 from tests.wire_examples import EXAMPLES, FEW, assert_same, header, joined, messages
 
 SIZES = {"n": 3, "N": 2, "C": 2, "d": 4, "r": 5}
@@ -177,3 +177,16 @@ def test_a_model_or_an_update_that_is_not_finite_is_refused_when_it_is_received(
         with pytest.raises(RemoteWireError) as caught:
             decode(*joined(carried(PAYLOADS[kind](**values))))
         assert caught.value.reason == "not_finite"
+
+
+@pytest.mark.parametrize("kind", ["model", "delta", "partial_delta", "discriminator_delta"])
+def test_the_largest_magnitude_of_a_buffer_shows_every_value_that_is_not_finite(kind: str) -> None:
+    values = values_of(kind)
+    for numbers, largest in (([-3.0, 2.0], 3.0), ([-1.0, 2.0], 2.0), ([0.0, -np.inf], np.inf), ([np.nan, 9.0], np.nan)):
+        found = PAYLOADS[kind](**{**values, "buffer": np.array(numbers, np.float32)}).largest
+        assert found == largest or (np.isnan(found) and np.isnan(largest))
+
+
+def test_a_payload_without_a_model_or_an_update_has_no_largest_magnitude() -> None:
+    empty = PAYLOADS["partial_delta"](**{**values_of("partial_delta"), "buffer": np.empty(0, np.float32)})
+    assert empty.largest == Loss(9.0).largest == 0.0

@@ -58,7 +58,7 @@ def shown(value: object) -> str:
 def all_finite(array: npt.NDArray[Any]) -> bool:
     """Whether a floating-point array has neither NaN nor infinity; integer arrays are finite.
 
-    Takes about 0.5 ms for 12 MB of float32 on one core: one pass in blocks, stopping at the first bad block.
+    It makes one pass in blocks, and stops at the first bad block.
 
     Args:
         array: any shape; float16, float32, float64 or an integer type.

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_type_hints
 
@@ -62,6 +63,12 @@ class Payload:
         dims: dict[str, int] = {}
         for name, spec in self.FIELDS.items():
             spec.check(f"{self.KIND}.{name}", getattr(self, name), dims)
+
+    @cached_property
+    def largest(self) -> float:
+        """Largest magnitude in a model or an update, found once; NaN or infinite if a value is; 0 in other payloads."""
+        bulk = [getattr(self, name) for name, spec in self.FIELDS.items() if isinstance(spec, Tensor) and spec.bulk]
+        return float(np.max([(-array.min(initial=0), array.max(initial=0)) for array in bulk], initial=0.0))
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)

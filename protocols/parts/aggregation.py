@@ -21,7 +21,7 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Model
 
 #: Elements per block of a sum.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 18
 #: How reports show the largest weight of a merge.
 LARGEST_WEIGHT = ReportedValue(
     "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."

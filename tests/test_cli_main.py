@@ -293,6 +293,18 @@ def test_a_run_started_without_messages_resumes_only_without_them(
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
 
 
+def test_a_run_without_the_packages_of_the_report_has_its_result_and_one_warning(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plotly", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, None)
+    out = tmp_path / "run"
+    assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--set", "launcher=inline", "--set", "rounds=1") == 0
+    printed = capfd.readouterr()
+    assert "model digest" in printed.out and not (out / "report.html").exists()
+    assert (printed.out + printed.err).count("package plotly.offline missing") == 1
+
+
 @pytest.mark.parametrize(
     ("command", "option", "uri"),
     [

@@ -54,6 +54,7 @@ from fedmq.cli.options import (
 from fedmq.cli.report import Live, LivePort, live_page
 from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
+from fedmq.packages import MissingPackageError
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.text import print_line, printable
 
@@ -135,7 +136,8 @@ def _write_results(folder: RunFolder, summary: RunSummary, *, quiet: bool) -> No
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     write_json(folder.summary, summary.plain())
-    write_report(folder, None if quiet else bar())
+    with contextlib.suppress(MissingPackageError):  # of which the coordinator has warned
+        write_report(folder, None if quiet else bar())
 
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:

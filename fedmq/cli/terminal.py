@@ -329,7 +329,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"model digest {summary.model_digest}",
     )
     # Paths stay in one piece, to be copied.
-    paths = f"{_head(folder)}report       {folder.report}{_audit(summary, folder)}"
+    report = f"report       {folder.report}" if folder.report.exists() else "report       none: see the warning above"
+    paths = f"{_head(folder)}{report}{_audit(summary, folder)}"
     console.print(paths, markup=False, no_wrap=True, overflow="ignore", crop=False)
     for line in (*chosen_by_validation(summary), *items_left_out(summary)):
         say(console, line, "yellow")

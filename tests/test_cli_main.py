@@ -25,6 +25,7 @@ from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
+from fedmq.runs.report import html
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import load_identity
 from tests.command_line import fedmq
@@ -298,6 +299,7 @@ def test_a_run_without_the_packages_of_the_report_has_its_result_and_one_warning
 ) -> None:
     for name in ("plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
+    html._plotly.cache_clear()  # an earlier test may have read it
     out = tmp_path / "run"
     assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--set", "launcher=inline", "--set", "rounds=1") == 0
     printed = capfd.readouterr()

@@ -256,7 +256,7 @@ def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[s
 
 
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str]) -> State:
-    check_regular(path, _MOST_BYTES, _ALLOWED)
+    check_regular(path, _ALLOWED, _MOST_BYTES)
     if read_digest(path)[1] != digests[path.name]:
         raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)

@@ -61,7 +61,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         OSError: the file cannot be read, belongs to another silo or task, or has other content than was written.
     """
-    check_regular(path, _MOST_BYTES, "a personal state")
+    check_regular(path, "a personal state", _MOST_BYTES)
     with safe_open(path, "pt") as file:
         facts = file.metadata() or {}
     if not {_OWNER, _DIGEST} <= facts.keys():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedmq.errors import InputError
+from fedmq.storage import quarantine
 
 
 def same(*values: Any) -> list[Any]:
@@ -77,3 +78,8 @@ def grows(size: int) -> int:
 def writes(path: str) -> None:
     """Write a large file."""
     Path(path).write_bytes(bytes(1 << 22))
+
+
+def nested(name: str) -> list[Any]:
+    """The number of the process, and the result of another function of this module, read in turn."""
+    return [os.getpid(), quarantine.read(globals()[name], place="an inner file", allowed="another file")]

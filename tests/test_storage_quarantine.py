@@ -62,6 +62,14 @@ def test_what_a_reader_refuses_is_refused_as_it_says() -> None:
         read(quarantined.refuses)
 
 
+@pytest.mark.parametrize("name", ["fails", "crashes", "grows"])
+def test_what_a_child_reads_in_turn_it_reads_itself_and_names(name: str) -> None:
+    process, (inner,) = read(quarantined.nested, "same")
+    assert process == inner != os.getpid()
+    with pytest.raises(InputError, match=r"an inner file: .* allowed: another file"):
+        read(quarantined.nested, name)
+
+
 def test_memory_is_limited_in_proportion_to_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "MEMORY", 1 << 27)
     with pytest.raises(InputError, match=r"Unable to allocate 256\. MiB"):

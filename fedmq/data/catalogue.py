@@ -1,4 +1,4 @@
-"""The catalogue of data sets that ``data.name`` accepts.
+"""The catalogue of data sets that ``data.name`` accepts, and the reading of their files in a child process.
 
 The ``test`` split holds the queries; ``database`` holds items that papers retrieve from but do not train on.
 ``docs/reference/data_sets.md`` gives layouts, sizes and sources. This module imports neither readers nor torch, so that
@@ -10,18 +10,24 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from fedmq.config import plug_ins
 from fedmq.config.plug_ins import Registry
 from fedmq.config.scenario import Data
 from fedmq.data.splits import OWN, Draw
-from fedmq.errors import InputError
+from fedmq.errors import FedmqError, InputError
+from fedmq.storage.cache import cache_folder, use_cache
+from fedmq.storage.regular_files import is_file
 from fedmq.text import one_of
 
 if TYPE_CHECKING:
     from fedmq.data.raw_set import RawSet
 
+T = TypeVar("T")
+#: Bytes that a file counts at least, as it takes time to list it, too.
+_LEAST = 1000
 TextKind = Literal["sentences", "bag"]
 
 
@@ -49,11 +55,19 @@ class DataSet:
     labels: int = 0
 
     def read(self, data: Data) -> RawSet:
-        """Read the annotations of the set at ``data.path``; images are not opened.
+        """Read the annotations of the set at ``data.path`` in a child process; images are not opened.
 
         Raises:
-            InputError: a file is missing or malformed, or ``data.labelled`` leaves too few items.
+            InputError: a file is missing or malformed, its reader fails or needs more memory or time than files of this
+                size allow, or ``data.labelled`` leaves too few items.
         """
+        self._reader()  # imports the classes of its images
+        if data.name == "openmoji":
+            return self.read_here(data)  # from packages
+        return read_apart(_read_here, data)
+
+    def read_here(self, data: Data) -> RawSet:
+        """Read the set as :meth:`read`, but in this process."""
         found = self._reader()(data)
         found = found.labelled() if data.labelled else found
         return found if data.captions is None else found.first_captions(data.captions)
@@ -61,8 +75,17 @@ class DataSet:
     def _checked(self, data: Data) -> RawSet:
         """The result of a third-party reader, checked to be a data set."""
         from fedmq.data.raw_set import RawSet, checked  # noqa: PLC0415 - brings NumPy, which a scenario does without
+        from fedmq.storage import quarantine  # noqa: PLC0415 - likewise
 
-        found = None if isinstance(self.reader, str) else self.reader(data)
+        found: object = None
+        try:
+            found = None if isinstance(self.reader, str) else self.reader(data)
+        except (FedmqError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            place = plug_ins.place_of_error(error) or f"data.name: {plug_ins.label(data.name)}"
+            found = f"{type(error).__name__}: {quarantine.line_of(error)}"
+            raise InputError(place, found, "files that the reader can read") from error
         if not isinstance(found, RawSet):
             allowed = "a fedmq.data.raw_set.RawSet of its reader"
             raise InputError(f"data.name: {plug_ins.label(data.name)}", type(found).__name__, allowed)
@@ -74,6 +97,47 @@ class DataSet:
         module, _, name = self.reader.partition(".")
         reader: Callable[[Data], RawSet] = getattr(importlib.import_module(f"fedmq.data.readers.{module}"), name)
         return reader
+
+
+def read_apart(function: Callable[[Data], T], data: Data) -> T:
+    """What a function reads of a data set, in the child process of :mod:`fedmq.storage.quarantine`.
+
+    Args:
+        function: a function of a module; its result is as :func:`fedmq.storage.quarantine.read` says.
+        data: the scenario's data section.
+
+    Raises:
+        InputError: raised by the function, or it needs more memory or time than files of this size allow, or fails.
+    """
+    from fedmq.storage import quarantine  # noqa: PLC0415 - brings NumPy, which a scenario does without
+
+    places = {key: place.absolute() for key in ("path", "annotations", "images") if (place := getattr(data, key))}
+    request, name = data.model_copy(update=places).model_dump(mode="json"), plug_ins.label(data.name)
+    called = (function.__module__, function.__qualname__, request, cache_folder())
+    place, allowed = str(data.path or f"data.name: {name}"), f"a readable data set {name}, its images in dataclasses"
+    return cast(T, quarantine.read(_in_child, *called, place=place, allowed=allowed, size=_size(data)))
+
+
+def _in_child(module: str, function: str, data: dict[str, Any], cache: str) -> Any:
+    use_cache(Path(cache))  # it has the user's own readers
+    return getattr(importlib.import_module(module), function)(Data.model_validate(data))
+
+
+def _read_here(data: Data) -> RawSet:
+    return find(data.name).read_here(data)
+
+
+def _size(data: Data) -> int:
+    """Size of a data set's files without its images [bytes]."""
+    from fedmq.encoders.image_sets import files_below  # noqa: PLC0415 - brings NumPy
+    from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS  # noqa: PLC0415 - likewise
+
+    total = 0
+    for place in filter(None, (data.path, data.annotations)):
+        for path in files_below(place) if place.is_dir() else [place]:
+            inside = path.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_file(path)
+            total += max(_LEAST, path.stat().st_size if inside else 0)
+    return total
 
 
 SETS: Mapping[str, DataSet] = {

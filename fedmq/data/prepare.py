@@ -79,7 +79,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Prepare precomputed features of a named set from published .mat, .h5 or .npz files."""
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
-    path, read = data.path or Path(data.name), arrays.read_arrays(data)
+    path, read = data.path or Path(data.name), catalogue.read_apart(arrays.read_arrays, data)
     entry, n = catalogue.find(data.name), len(read["image"])
     split = split_of(
         read.get("split"), n, data, entry.draw, lambda: same_rows(floats(path, "image", read["image"], (2,)))

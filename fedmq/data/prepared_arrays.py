@@ -290,7 +290,7 @@ def mapped(path: Path, allowed: str = _AGAIN) -> Array:
     Raises:
         InputError: the file is missing or damaged.
     """
-    check_regular(path, _MOST_BYTES, allowed)
+    check_regular(path, allowed, _MOST_BYTES)
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types on a damaged header

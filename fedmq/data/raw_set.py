@@ -28,12 +28,10 @@ from fedmq.encoders.image_sets import ImageFiles, Images, ImagesWithGaps, files_
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, check_header
 from fedmq.errors import InputError, line_of
 from fedmq.packages import MissingPackageError
+from fedmq.storage import quarantine
 from fedmq.storage.json_files import refusal
 from fedmq.storage.regular_files import check_regular
 from fedmq.text import Progress, first_few, tell
-
-#: Maximum size of a data set's text file [bytes].
-_MAX_TEXT = 1 << 31
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -296,21 +294,18 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
     """Read a text file; by default UTF-8 with or without a byte order mark.
 
     Raises:
-        InputError: the file is missing, unreadable or in another encoding.
+        InputError: the file is missing or not a regular file, or in another encoding.
     """
-    try:
-        if path.exists():
-            check_regular(path, _MAX_TEXT, "a text file")
-        return path.read_text(encoding=encoding)
-    except FileNotFoundError:
+    if not path.exists():
         allowed = "a file of the data set; see docs/reference/data_sets.md for its layout"
-        raise InputError(str(path), "no such file", allowed) from None
+        raise InputError(str(path), "no such file", allowed)
+    quarantine.note(str(path), "a readable text file")
+    check_regular(path, "a text file")
+    try:
+        return path.read_text(encoding=encoding)
     except UnicodeDecodeError as error:
         name = encoding.removesuffix("-sig").upper()
         raise InputError(f"{path}: line {line_of(error)}", f"bytes that are not {name}", f"{name} text") from None
-    except OSError as error:
-        readable = f"a readable {encoding.removesuffix('-sig')} file"
-        raise InputError(str(path), error.strerror or str(error), readable) from None
 
 
 def read_json(path: Path, schema: type[Schema], allowed: str) -> Schema:

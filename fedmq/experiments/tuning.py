@@ -217,7 +217,7 @@ def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
         InputError: Optuna cannot read the journal, or a trial in it is none of this search.
     """
     if os.path.lexists(journal):
-        check_regular(journal, _MOST_BYTES, _ALLOWED)
+        check_regular(journal, _ALLOWED, _MOST_BYTES)
     cut_unfinished(journal)
     backends = optuna.storages.journal
     lock = backends.JournalFileSymlinkLock(str(journal))

@@ -221,7 +221,7 @@ def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
 
 def _fill_hub(made: Path, files: ModelFolder, names: list[str]) -> None:
     for name in names:
-        check_regular(files.folder / name, 1 << 40, "a file of the released model")
+        check_regular(files.folder / name, "a file of the released model")
         shutil.copyfile(files.folder / name, made / name)
     backbone = dict(files.config.backbone)
     pretrained = backbone.get("pretrained")

@@ -197,7 +197,7 @@ class ModelFolder:
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.folder / f"{name}.safetensors"
-        check_regular(path, MAX_BYTES + (1 << 24), "a file of the run's release")
+        check_regular(path, "a file of the run's release", MAX_BYTES + (1 << 24))
         try:
             return load_aligned(path)
         except Exception as error:  # safetensors and the file system raise many types

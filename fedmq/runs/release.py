@@ -140,7 +140,7 @@ def beside(path: Path, kind: str) -> Payload:
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     from safetensors.numpy import load_file  # noqa: PLC0415 - most readers need no release
 
-    check_regular(path, MAX_BYTES + (1 << 24), _ALLOWED)  # a safetensors file has a header in addition to the tensors
+    check_regular(path, _ALLOWED, MAX_BYTES + (1 << 24))  # a safetensors file has a header in addition to the tensors
     try:
         return dict(load_file(path))
     except Exception as error:  # safetensors and the file system raise many types

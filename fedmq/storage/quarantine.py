@@ -3,14 +3,16 @@
 A damaged or hostile data set, image or file of weights may crash a library, keep it busy for ever, or make it ask for
 any amount of memory. Each of these ends at most the child, and becomes an error of one line that names the file. The
 child has limits of memory and processor time that grow with the size of the files, and can write no large file. It
-receives and returns JSON, arrays and bytes, never pickles. The caller checks shapes, values and meaning.
+receives and returns JSON, arrays, bytes and dataclasses, never pickles. The caller checks shapes, values and meaning.
 
-A child starts with the first call and serves further ones; threads that call at the same time have a child each.
+A child starts with the first call and serves further ones; threads that call at the same time have a child each. What
+a child calls in its turn runs in the child itself.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import importlib
 import json
 import math
@@ -45,7 +47,7 @@ CPU_S, BYTES_PER_S = 20, 100_000
 WAITS: Final = 10
 _IDLE_S, _IDLE = 60.0, 3  # a child without calls exits after this time, with this code
 _WRITTEN: Final = 1 << 20  # size of a file that a library may write [bytes], e.g. to try a temporary folder
-_ARRAY, _BYTES = "\0array", "\0bytes"
+_ARRAY, _BYTES, _PATH, _OBJECT = "\0array", "\0bytes", "\0path", "\0object"
 _LENGTH = struct.Struct("<Q")
 _MAX_LINE = 300  # characters of a library's message
 
@@ -54,15 +56,17 @@ class _Child:
     """One child process and the socket to it."""
 
     def __init__(self) -> None:
+        self.served = False  # whether it has replied to a call
         self._line, theirs = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process; at most _WRITTEN
+        # Both are open as long as the process, and hold at most _WRITTEN.
+        self._errors, self._notes = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
-            number = theirs.fileno()
+            numbers = theirs.fileno(), self._notes.fileno()
             folders = [str(Path(folder).absolute()) for folder in sys.path]
-            start = f"import sys; sys.path[:] = {folders!r}; from {__name__} import serve; serve({number})"
+            start = f"import sys; sys.path[:] = {folders!r}; import {__name__} as child; child.serve{numbers}"
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter
                 [sys.executable, "-P", "-c", start],
-                pass_fds=[number],
+                pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -102,6 +106,11 @@ class _Child:
         lines = self._errors.read(_WRITTEN).decode(errors="replace").split("\n")
         return next((line.strip()[-_MAX_LINE:] for line in reversed(lines) if line.strip()), "")
 
+    def noted(self) -> tuple[str, str] | None:
+        """What the child last said that it reads, and what this should be; see :func:`note`."""
+        line = os.pread(self._notes.fileno(), _WRITTEN, 0).partition(b"\n")[0]
+        return tuple(json.loads(line)) if line else None
+
 
 _waiting: list[_Child] = []  # children without a call
 os.register_at_fork(after_in_child=_waiting.clear)  # a child serves one process
@@ -128,6 +137,7 @@ def read(
     place: str,
     allowed: str,
     files: Sequence[Path] = (),
+    size: int = 0,
     libraries: Sequence[str] = (),
     error: type[InputError] = InputError,
     limit_memory: bool = True,
@@ -136,10 +146,13 @@ def read(
 
     Args:
         function: a function of a module, whose arguments and result are JSON, arrays and bytes; tuples become lists.
+            The result may also hold paths and dataclasses of modules that the caller has imported, whose fields have
+            tuples; a field whose name starts with an underscore keeps its default.
         arguments: its arguments; paths become strings, which are absolute.
         place: what is read, for the error.
         allowed: what it should be, likewise.
         files: the files that are read, which must be regular files; their sizes determine the limits.
+        size: size of further files [bytes].
         libraries: modules to import before the limits apply, as importing takes memory, too.
         error: what is raised for a file that the function cannot read.
         limit_memory: false where a GPU is used, whose driver reserves addresses far beyond the memory.
@@ -149,8 +162,11 @@ def read(
             a limit.
     """
     for file in files:
-        check_regular(file, 1 << 62, allowed)
-    size = sum(file.stat().st_size for file in files) + sum(len(each) for each in arguments if isinstance(each, bytes))
+        check_regular(file, allowed)
+    arguments = tuple(str(Path(each).absolute()) if isinstance(each, os.PathLike) else each for each in arguments)
+    if _notes is not None:
+        return _here(function, arguments, place, allowed, error)
+    size += sum(file.stat().st_size for file in files) + sum(len(each) for each in arguments if isinstance(each, bytes))
     memory, seconds = MEMORY + MEMORY_PER_BYTE * size, CPU_S + size // BYTES_PER_S
     request: dict[str, object] = {
         "function": [function.__module__, function.__qualname__],
@@ -160,6 +176,7 @@ def read(
         "seconds": seconds,
     }
     reply = _reply(request, WAITS * seconds)
+    place, allowed = reply.pop("noted", None) or (place, allowed)
     match reply:
         case {"value": value}:
             return cast("T", value)
@@ -172,6 +189,19 @@ def read(
     raise error(place, f"no answer in {WAITS * seconds} s", allowed)
 
 
+def _here(
+    function: Callable[..., T], arguments: Sequence[object], place: str, allowed: str, error: type[InputError]
+) -> T:
+    """The result of a function that runs in this process, which is a child, within the limits of the child's call."""
+    note(place, allowed)
+    try:
+        return function(*arguments)
+    except (InputError, MemoryError):  # the caller's own process says how much memory was allowed
+        raise
+    except Exception as failure:
+        raise error(place, line_of(failure), allowed) from None
+
+
 def _reply(request: dict[str, object], wait_s: float) -> dict[str, Any]:
     while True:
         child = _take()
@@ -179,17 +209,20 @@ def _reply(request: dict[str, object], wait_s: float) -> dict[str, Any]:
             reply: dict[str, Any] = child.ask(request, wait_s)
         except TimeoutError:
             child.end()
-            return {}
+            return {"noted": child.noted()}
         except (EOFError, ConnectionError):
-            if (code := child.code()) != _IDLE:  # else it exited between two calls
-                return {"died": code, "last": child.last_line()}
+            if (code := child.code()) != _IDLE or not child.served:  # else it exited between two calls
+                return {"died": code, "last": child.last_line(), "noted": child.noted()}
         except BaseException:  # e.g. Ctrl-C
             child.end()
             raise
         else:
+            if "failed" in reply:
+                reply["noted"] = child.noted()
             if reply.pop("memory", False):
                 child.end()  # it may not have returned what it used
             else:
+                child.served = True
                 _waiting.append(child)
             return reply
 
@@ -225,7 +258,11 @@ def _packed(value: object) -> list[bytes | memoryview]:
             case np.generic():
                 return item.item()
             case os.PathLike():
-                return str(Path(item).absolute())
+                return {_PATH: str(item)}
+        module, name = type(item).__module__, type(item).__qualname__
+        if dataclasses.is_dataclass(item) and _class_of(module, name) is type(item):
+            names = [field.name for field in dataclasses.fields(item) if field.name[0] != "_"]
+            return {_OBJECT: [module, name], **{name: getattr(item, name) for name in names}}
         raise TypeError(f"an object of type {type(item).__name__}")
 
     text = json.dumps(value, default=referred).encode()
@@ -249,9 +286,30 @@ def _receive(line: socket.socket, ends: float) -> Any:
             content = _exactly(line, math.prod(shape) * kind.itemsize, ends)
             array: npt.NDArray[Any] = np.frombuffer(content, kind).reshape(shape) if content else np.empty(shape, kind)
             return array
+        if _PATH in item:
+            return Path(item[_PATH])
+        if _OBJECT in item:
+            module, name = item.pop(_OBJECT)
+            if (kind := _class_of(module, name)) is None:
+                raise InputError(
+                    f"{module}.{name}", "a class that was not imported before", "one of the reader's module"
+                )
+            return kind(**{field: _in_tuples(value) for field, value in item.items()})
         return item
 
     return json.loads(bytes(text), object_hook=resolved)  # calls it in the order in which the parts were sent
+
+
+def _class_of(module: str, name: str) -> Any:
+    """A dataclass of a module that this process has imported; None if there is none of this name."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
+
+
+def _in_tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_in_tuples, value))
+    return {name: _in_tuples(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _exactly(line: socket.socket, size: int, ends: float) -> bytearray:
@@ -268,12 +326,29 @@ def _exactly(line: socket.socket, size: int, ends: float) -> bytearray:
 # --- the child ------------------------------------------------------------------------------------------------------
 
 
-def serve(number: int) -> None:
+_notes: int | None = None  # in a child, file descriptor of what it is reading; else None
+
+
+def note(place: str, allowed: str) -> None:
+    """Say what is read next, for the error if this process is a child and does not survive it.
+
+    Args:
+        place: what is read.
+        allowed: what it should be.
+    """
+    if _notes is not None:
+        os.pwrite(_notes, json.dumps([place, allowed]).encode() + b"\n", 0)
+
+
+def serve(number: int, notes: int) -> None:
     """Serve calls until the parent is gone, or has no call for a while.
 
     Args:
         number: file descriptor of the socket to the parent.
+        notes: file descriptor of the file with what is being read.
     """
+    global _notes  # noqa: PLW0603 - this process is a child from now on
+    _notes = notes
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.dont_write_bytecode = True
@@ -284,7 +359,9 @@ def serve(number: int) -> None:
     line = socket.socket(fileno=number)
     try:
         while True:
-            message = _result(_receive(line, time.monotonic() + _IDLE_S))
+            request = _receive(line, time.monotonic() + _IDLE_S)
+            os.pwrite(notes, b"\n", 0)
+            message = _result(request)
             line.settimeout(None)
             _send(line, message)
     except (EOFError, OSError):
@@ -315,7 +392,7 @@ def _result(request: dict[str, Any]) -> list[bytes | memoryview]:
         return _packed({"refused": [error.place, found, error.allowed, kind]})
     except MemoryError as error:
         return _packed({"failed": str(error) or f"more than {request['memory']:,} bytes of memory", "memory": True})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return _packed({"failed": line_of(error)})
 
 
@@ -326,6 +403,6 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (min((limit for limit in (most, hard) if limit != unlimited), default=unlimited), hard))
 
 
-def line_of(error: Exception) -> str:
+def line_of(error: BaseException) -> str:
     """A library's own words: the first line of its message, or the name of the error."""
     return (next(iter(str(error).splitlines()), "") or type(error).__name__)[:_MAX_LINE]

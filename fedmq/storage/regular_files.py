@@ -39,13 +39,13 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def check_regular(path: Path, most: int, allowed: str) -> None:
+def check_regular(path: Path, allowed: str, most: int | None = None) -> None:
     """Refuse a path that is not a regular file, or is too large.
 
     Args:
         path: the file.
-        most: its largest size [bytes].
         allowed: what it should be, for the error.
+        most: its largest size [bytes]; None for any.
 
     Raises:
         InputError: see above, or it does not exist.
@@ -126,7 +126,7 @@ def check_run_files(root: Path) -> None:
     for path in paths:
         _inside(path, root)
         if path not in folders:
-            check_regular(path, 1 << 62, "a file of a run folder")
+            check_regular(path, "a file of a run folder")
 
 
 def _inside(path: Path, root: Path) -> None:

@@ -20,6 +20,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.image_sets import ImageFiles, exists, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS
 from fedmq.errors import InputError
+from fedmq.storage import quarantine
 from fedmq.storage.regular_files import open_regular
 
 WIKIPEDIA_CLASSES = (
@@ -302,22 +303,20 @@ def mirflickr_photos(data: Data) -> RawSet:
 def _digits(path: Path, width: int | None) -> U8:
     """Read a file of lines of 0/1 digits, with or without separators: uint8 [lines, width]."""
     rows = []
-    try:
-        with open_regular(path, "a file of the data set") as file:
-            for number, line in enumerate(file, 1):
-                # Splitting half a million lines of a thousand digits would take minutes.
-                digits = np.frombuffer(line.translate(None, b" \t\r\n"), dtype=np.uint8) - ord("0")
-                width = len(digits) if width is None else width
-                if not len(digits):
-                    continue
-                if len(digits) != width:
-                    raise InputError(f"{path}: line {number}", f"{len(digits)} digits", f"{width}, each 0 or 1")
-                if digits.max() > 1:
-                    wrong = chr(int(digits[digits > 1][0] + np.uint8(ord("0"))))
-                    raise InputError(f"{path}: line {number}", wrong, "0 or 1")
-                rows.append(digits)
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error), "a file of the data set") from None
+    quarantine.note(str(path), "lines of 0 and 1")
+    with open_regular(path, "a file of the data set") as file:
+        for number, line in enumerate(file, 1):
+            # Splitting half a million lines of a thousand digits would take minutes.
+            digits = np.frombuffer(line.translate(None, b" \t\r\n"), dtype=np.uint8) - ord("0")
+            width = len(digits) if width is None else width
+            if not len(digits):
+                continue
+            if len(digits) != width:
+                raise InputError(f"{path}: line {number}", f"{len(digits)} digits", f"{width}, each 0 or 1")
+            if digits.max() > 1:
+                wrong = chr(int(digits[digits > 1][0] + np.uint8(ord("0"))))
+                raise InputError(f"{path}: line {number}", wrong, "0 or 1")
+            rows.append(digits)
     return np.stack(rows) if rows else np.zeros((0, width or 0), dtype=np.uint8)
 
 

@@ -237,7 +237,7 @@ def _class_names(file: TableFile, column: str) -> list[str]:
     try:
         about = json.loads(file.huggingface)["info"]["features"][column]
         names = (about.get("feature") or about)["names"]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return []
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 

@@ -202,6 +202,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> bool:
             raise InputError(member.place, f"a second image next to {sample.image.name}", "one image for each item")
         sample.image = member
     elif ending in ("txt", "json", "cls"):
+        quarantine.note(member.place, "text or JSON")
         try:
             text = member.content().decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -221,7 +222,7 @@ def _add(sample: _Sample, ending: str, member: Member) -> bool:
 def _add_json(sample: _Sample, place: str, text: str) -> None:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(place, str(error), "valid JSON") from None
     if not isinstance(found, dict):
         raise InputError(place, type(found).__name__, "a JSON object")

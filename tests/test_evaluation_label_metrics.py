@@ -107,6 +107,29 @@ def test_similarities_of_any_sign_are_ranked_like_a_stable_sort(values: list[flo
         assert found.ends.tolist() == np.cumsum(np.unique(-lowest, return_counts=True)[1]).tolist()
 
 
+@pytest.mark.parametrize("values", [1, 3, 1000, 1 << 20])
+def test_rankings_of_many_ties_are_those_of_one_stable_sort(values: int) -> None:
+    generator = np.random.default_rng(values)
+    similarity = (generator.integers(-values, values, 5000) / np.float32(values)).astype(np.float32)
+    similarity[generator.integers(0, 5000, 20)] = np.nan
+    relevant = generator.random(5000) < 0.2
+    lowest = np.where(np.isnan(similarity), np.float32(-np.inf), similarity)
+    found = label_metrics.similarity_ranked(similarity, relevant)
+    places = np.flatnonzero(relevant[np.argsort(-lowest, kind="stable")])
+    assert np.array_equal(found.places, places)
+    assert np.array_equal(found.ends, np.cumsum(np.unique(-lowest, return_counts=True)[1]))
+    assert np.array_equal(found.hits, np.searchsorted(places, found.ends))
+    alone = label_metrics.similarity_ranked(similarity, relevant, ties=False)
+    assert np.array_equal(alone.places, places)
+
+
+def test_map_is_the_same_whether_or_not_ties_are_averaged() -> None:
+    data = example(4)
+    one, other = (label_metrics.cosine_metrics(*data, at=(3,), expected=expected) for expected in (True, False))
+    assert np.isnan(other.map_expected)
+    assert (other.map, other.map_at) == (one.map, one.map_at)
+
+
 def test_packed_codes_and_tensors_give_the_same_values() -> None:
     q, b, ql, bl = example(0, bits=16)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
@@ -296,6 +319,24 @@ def test_ranks_equal_those_of_a_stable_sort(seed: int) -> None:
     order = np.argsort(-scores, axis=1, kind="stable")
     expected = [int(np.flatnonzero(row[places])[0]) for row, places in zip(positive, order, strict=True)]
     assert recall.best_ranks(scores, positive).tolist() == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_ranks_of_tied_and_undefined_embeddings_equal_those_of_a_stable_sort(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    owner = generator.permutation(np.concatenate([np.arange(9), generator.integers(0, 9, 14)]))
+    image, text = (generator.integers(-1, 2, (n, 2)).astype(np.float32) for n in (9, len(owner)))
+    image[generator.integers(0, 9)] = text[generator.integers(0, len(owner))] = np.nan
+
+    def expected(scores: np.ndarray, positive: np.ndarray) -> list[int]:
+        order = np.argsort(np.where(np.isnan(scores), np.inf, -scores), axis=1, kind="stable")
+        return np.take_along_axis(positive, order, axis=1).argmax(axis=1).tolist()
+
+    i2t, t2i = recall.retrieval_ranks(image, text, owner)
+    positive = owner[None] == np.arange(9)[:, None]
+    assert i2t.tolist() == expected(image @ text.T, positive)
+    assert t2i.tolist() == expected(text @ image.T, positive.T)
 
 
 def test_ranks_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -118,7 +119,8 @@ def rank(
     """
     if queries.labels is None or gallery.labels is None:
         raise ValueError("label metrics need labels")
-    metrics_of = label_metrics.hamming_metrics if queries.binary else label_metrics.cosine_metrics
+    cosine = partial(label_metrics.cosine_metrics, expected=False)
+    metrics_of = label_metrics.hamming_metrics if queries.binary else cosine
     order = seeds.derive(seed, "gallery")
     query = {"i": queries.image, "t": queries.first_captions}
     database = {"i": gallery.image, "t": gallery.first_captions}

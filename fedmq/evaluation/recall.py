@@ -22,13 +22,13 @@ I64 = npt.NDArray[np.int64]
 #: The metric that every evaluation has; fairness over silos is computed from it.
 HEADLINE = "mean_r1"
 RECALLS = (1, 5, 10)
-#: Number of scores computed at a time, which bounds memory for galleries of any size.
-CHUNK_SCORES = 1 << 22
+#: Number of scores computed at a time, which bounds memory, and the number of queries from which products are fast.
+CHUNK_SCORES, LEAST_QUERIES = 1 << 22, 16
 
 
 def _chunks(queries: int, gallery: int) -> Iterator[slice]:
     """Ranges of queries whose scores fit in one chunk."""
-    step = max(1, CHUNK_SCORES // max(1, gallery))
+    step = max(LEAST_QUERIES, CHUNK_SCORES // max(1, gallery))
     for start in range(0, queries, step):
         yield slice(start, min(start + step, queries))
 
@@ -43,20 +43,20 @@ def first_of_rows(vectors: Array) -> I64 | None:
 
 
 def tied(scores: npt.NDArray[Any], first: I64 | None) -> npt.NDArray[Any]:
-    """Scores [Q, N] in which equal gallery rows have equal scores: a matrix product may round by a row's place.
+    """Make the scores [Q, N] of equal gallery rows equal, in place: a matrix product may round by a row's place.
 
     Args:
         scores: products with the gallery's rows.
         first: :func:`first_of_rows` of the gallery.
     """
-    return scores if first is None else scores[:, first]
+    if first is not None:
+        repeated = np.flatnonzero(first != np.arange(len(first)))
+        scores[:, repeated] = scores[:, first[repeated]]
+    return scores
 
 
 def best_ranks(scores: Array, positive: Array) -> I64:
     """Rank, from 0, of each query's best ranked positive; ties are broken by gallery index.
-
-    No sort is needed: the best ranked positive is the first of those with the highest score, and its rank is the number
-    of items with a higher score plus those with the same score before it.
 
     Args:
         scores: [Q, N], larger is closer; NaN counts as the lowest score, so that a diverged model ranks nothing first.
@@ -69,13 +69,29 @@ def best_ranks(scores: Array, positive: Array) -> I64:
         ValueError: a query has no positive.
     """
     s, p = as_numpy(scores), as_numpy(positive).astype(bool)
-    if s.shape[0] and not p.any(axis=1).all():
+    return _best_ranks(s, *np.nonzero(p))
+
+
+def _best_ranks(scores: npt.NDArray[Any], queries: I64, items: I64) -> I64:
+    """:func:`best_ranks` of scores [Q, N], of which each positive is a query and an item: int64 [P], in this order.
+
+    No sort is needed: the best ranked positive is the first of those with the highest score, and its rank is the number
+    of items with a higher score plus those with the same score before it.
+    """
+    starts = np.searchsorted(queries, np.arange(len(scores)))
+    if (np.diff(starts, append=len(queries)) == 0).any():
         raise ValueError("best_ranks: a query has no positive")
-    s = np.where(np.isnan(s), -np.inf, s)
-    top = np.where(p, s, -np.inf).max(axis=1, keepdims=True)
-    first = (p & (s == top)).argmax(axis=1)
-    before = np.arange(s.shape[1]) < first[:, None]
-    ranks: I64 = ((s > top) | ((s == top) & before)).sum(axis=1).astype(np.int64)
+    if not len(scores):
+        return np.zeros(0, np.int64)
+    values = scores[queries, items]
+    values = np.where(np.isnan(values), -np.inf, values)
+    top = np.maximum.reduceat(values, starts)
+    firsts = np.minimum.reduceat(np.where(values == top[queries], items, scores.shape[1]), starts)
+    ranks = np.empty(len(scores), np.int64)
+    for query, (line, best, first) in enumerate(zip(scores, top, firsts.tolist(), strict=True)):
+        # NaN compares as lower than everything, except with the lowest score, which it equals.
+        before = first if best == -np.inf else np.count_nonzero(line[:first] >= best)
+        ranks[query] = before + np.count_nonzero(line[first:] > best)
     return ranks
 
 
@@ -96,11 +112,15 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
     zi, zt, own = as_numpy(image), as_numpy(text), as_numpy(owner)
     if len(own) != len(zt) or (len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(zi)):
         raise ValueError(f"owner: {len(own)} entries for {len(zt)} captions of {len(zi)} images")
-    rows, images, texts = np.arange(len(zi)), first_of_rows(zi), first_of_rows(zt)
-    i2t = [best_ranks(tied(zi[c] @ zt.T, texts), own[None] == rows[c, None]) for c in _chunks(len(zi), len(zt))]
-    t2i = [best_ranks(tied(zt[c] @ zi.T, images), own[c, None] == rows[None]) for c in _chunks(len(zt), len(zi))]
-    nothing = np.zeros(0, dtype=np.int64)
-    return np.concatenate([nothing, *i2t]), np.concatenate([nothing, *t2i])
+    images, texts, captions = first_of_rows(zi), first_of_rows(zt), np.argsort(own, kind="stable")
+    ends = np.concatenate([[0], np.cumsum(np.bincount(own, minlength=len(zi)))])
+    i2t, t2i = np.zeros(len(zi), np.int64), np.zeros(len(zt), np.int64)
+    for c in _chunks(len(zi), len(zt)):
+        held = captions[ends[c.start] : ends[c.stop]]
+        i2t[c] = _best_ranks(tied(zi[c] @ zt.T, texts), own[held] - c.start, held)
+    for c in _chunks(len(zt), len(zi)):
+        t2i[c] = _best_ranks(tied(zt[c] @ zi.T, images), np.arange(c.stop - c.start), own[c])
+    return i2t, t2i
 
 
 def recall(ranks: I64, k: int) -> float:

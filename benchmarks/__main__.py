@@ -1,6 +1,6 @@
-"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--smoke] [--limit S] [--json FILE]``.
+"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--smoke] [--minutes M] [--json FILE]``.
 
-The names are those of ``BENCHMARKS``.
+The names are those of ``BENCHMARKS``. Results are kept in ``bench/``, a JSON file for each call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -43,7 +45,7 @@ def _table(result: Result) -> Table:
 
 
 def main() -> None:
-    """Run the chosen benchmarks one after the other; print a table of each, then all results as JSON."""
+    """Run the chosen benchmarks one after the other; print a table of each, keep all results as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fedmq on this machine.")
     parser.add_argument(
         "--only",
@@ -54,26 +56,33 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="the smallest sizes: whether the benchmarks work, not how fast fedmq is"
     )
-    parser.add_argument("--limit", type=float, metavar="S", help="time limit of each benchmark instead of its own [s]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file instead of printing it")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, metavar="M", help="time limit of all together, beside their own"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results; default: a new one in bench/")
     arguments = parser.parse_args()
-    console = Console()
-    about = machine()
+    # A file or a pipe has no width of its own; 80 columns would break the names of what was measured.
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    about, until = machine(), time.monotonic() + 60 * arguments.minutes
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False, soft_wrap=True)
     results = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for name in arguments.only or [name for name in BENCHMARKS if BENCHMARKS[name].by_default]:
-            limit_s = BENCHMARKS[name].limit_s if arguments.limit is None else arguments.limit
-            with console.status(f"{name}, at most {limit_s:g} s"):
+            limit_s = min(BENCHMARKS[name].limit_s, max(until - time.monotonic(), 0.0))
+            with console.status(f"{name}, at most {limit_s:.0f} s"):
                 result = run_limited(name, arguments.smoke, limit_s, Path(folder) / f"{name}.json")
             results.append(result)
             console.print(f"{name}: {result.failed}" if result.failed else _table(result))
+    file = arguments.json or _new_file(about["commit"])
+    file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": about, "benchmarks": [asdict(result) for result in results]}, indent=1)
-    if arguments.json is None:
-        print(text)
-    else:
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+    file.write_text(text + "\n", encoding="utf-8")
+    console.print(f"results: {file}", soft_wrap=True)
     sys.exit(any(result.failed for result in results))
+
+
+def _new_file(commit: str) -> Path:
+    return Path("bench") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{commit}.json"
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from fedmq.launch.estimates import TOLERANCE
 #: Scenario files and their settings.
 RUNS = (
     ("smoke.yaml", ()),
-    ("rcsr_mr50.yaml", ("rounds=40",)),
-    ("fedcafe/openmoji.yaml", ()),
-    ("fedhap/openmoji.yaml", ()),
-    ("fedscmr/openmoji.yaml", ()),
-    ("feduch/openmoji.yaml", ()),
+    ("rcsr_mr50.yaml", ("rounds=20",)),
+    ("fedcafe/openmoji.yaml", ("rounds=5",)),
+    ("fedhap/openmoji.yaml", ("rounds=5",)),
+    ("fedscmr/openmoji.yaml", ("rounds=5",)),
+    ("feduch/openmoji.yaml", ("rounds=5",)),
 )
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"
 #: Time between two measurements of memory [s].

@@ -16,6 +16,8 @@ from fedmq.seeds import numpy_generator
 
 #: NUS-WIDE-21 as FedCAFE uses it.
 QUERIES, ITEMS, BITS, LABELS = 2_100, 193_734, 64, 21
+#: The usual loop takes a minute for all queries, and as long for each of them: it gets one in so many.
+_LOOP_PART = 10
 #: Probability that an item has a label.
 _RATE = 0.12
 
@@ -77,15 +79,18 @@ def _in_process(name: str, size: tuple[int, int]) -> tuple[float, float, float]:
 def run(*, smoke: bool = False) -> Result:
     """Measure mAP alone, all metrics in one pass, and the loop; ``smoke``: of a hundredth of the data."""
     size = (QUERIES // 100, ITEMS // 100) if smoke else (QUERIES, ITEMS)
-    alone, everything, loop = (_in_process(name, size) for name in ("map", "all", "loop"))
+    few = (size[0] // _LOOP_PART, size[1])
+    alone, everything = (_in_process(name, size) for name in ("map", "all"))
+    same, loop = (_in_process(name, few) for name in ("map", "loop"))
     numbers = (
-        Number("mAP, mAP@50 and tie-averaged mAP", alone[0], "s", "at most 12 s"),
+        Number("mAP, mAP@50 and tie-averaged mAP", alone[0], "s", "at most 1 s"),
         Number("  peak memory of the process", alone[2], "MB", "at most 1500 MB"),
         Number("the same with NDCG, top-N and both curves", everything[0], "s"),
         Number("  peak memory of the process", everything[2], "MB", "at most 1500 MB"),
-        Number("the usual loop over queries, mAP alone", loop[0], "s"),
-        Number("  peak memory of the process", loop[2], "MB"),
-        Number("difference of the two mAPs", abs(alone[1] - loop[1]), "", "below 1e-12"),
+        Number(f"{few[0]:,} queries only: mAP, mAP@50 and tie-averaged mAP", same[0], "s"),
+        Number("  the usual loop over them, mAP alone", loop[0], "s"),
+        Number("  the loop's time as a multiple of ours", loop[0] / same[0], "x"),
+        Number("  difference of the two mAPs", abs(same[1] - loop[1]), "", "below 1e-12"),
     )
     about = f"{size[0]:,} queries, {size[1]:,} codes of {BITS} bits, {LABELS} labels, 2 threads"
     return Result("hamming", numbers, (about, "memory includes Python, torch, and the input codes and labels"))

@@ -31,6 +31,8 @@ _MAX_BODY = 1 << 26
 
 #: Like the simulator's start method, but a plain forkserver, whose processes can import this package.
 CONTEXT = multiprocessing.get_context("forkserver")
+# Its processes share these imports: ten of them on two cores would take half a minute for their own.
+CONTEXT.set_forkserver_preload(["benchmarks.line"])
 
 
 def two_branches(parameters: int = PARAMETERS) -> Layout:
@@ -71,19 +73,19 @@ def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[t
 
 @contextmanager
 def started(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> Iterator[list[BaseProcess]]:
-    """Start one process per tuple of arguments; kill those that still run at the end."""
+    """Start one process per tuple of arguments; kill those that still run two seconds after the end."""
     processes = [CONTEXT.Process(target=target, args=each, daemon=True) for each in arguments]
     try:
         for process in processes:
             process.start()
         yield list(processes)
     finally:
+        deadline = time.monotonic() + 2.0
         for process in processes:
             if process.pid is not None:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.join(max(deadline - time.monotonic(), 0.0))
+                process.kill()
+                process.join()
 
 
 def gather(listener: Listener, roster: Roster, count: int) -> None:

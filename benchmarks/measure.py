@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
 import torch
+
+#: Packages whose versions decide about speed.
+_VERSIONS = ("numpy", "pyzmq", "cryptography")
 
 
 @dataclass(frozen=True)
@@ -62,29 +68,67 @@ def spread(name: str, values: Sequence[float], unit: str, aim: str = "") -> Numb
     return Number(name, statistics.median(values), unit, aim, min(values), max(values))
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Torch uses this number of threads while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def load_average() -> float:
     """The one-minute load average."""
     return os.getloadavg()[0]
 
 
 def machine() -> dict[str, Any]:
-    """The machine and versions, for the head of the output, without host names."""
+    """The machine, the commit and the versions, for the head of the output, without host names."""
     return {
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "system": f"{platform.system()} {platform.machine()}",
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in _VERSIONS},
         "torch_threads": torch.get_num_threads(),
     }
 
 
+def _processor() -> str:
+    """The processor as the kernel names it, otherwise its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    """The commit of this checkout, with ``-dirty`` if tracked files differ from it; ``unknown`` without git."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    return "unknown"
+
+
 @dataclass
 class Stopwatch:
-    """Adds up the seconds spent in patched functions."""
+    """Adds up the seconds spent in patched functions.
+
+    Args:
+        seconds: spent in each, by its name.
+        ended: the end of each call [s, perf_counter].
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    ended: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @contextmanager
     def around(self, *functions: tuple[object, str, str]) -> Iterator[None]:
@@ -101,6 +145,7 @@ class Stopwatch:
             try:
                 return function(*arguments, **named)
             finally:
-                self.seconds[name] += time.perf_counter() - began
+                self.ended[name].append(time.perf_counter())
+                self.seconds[name] += self.ended[name][-1] - began
 
         return timed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,48 @@ def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
         scenario["silos"] = {"count": 3}
         scenario["training"] = {**RCSR["training"], "warmup_rounds": 0}
     path = folder / "bench.yaml"
+    path.write_text(yaml.safe_dump(scenario), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Size of a run of RCSR on synthetic features.
+
+    Args:
+        silos: number of silos.
+        items: number of training items of all silos together.
+        width: of images and texts, which decides about the size of the model.
+        rounds: number of rounds.
+        selected: number of silos that train in each round.
+        missing: share of the silos with one modality.
+    """
+
+    silos: int
+    items: int
+    width: int
+    rounds: int
+    selected: int
+    missing: float = 0.5
+
+
+def roster_scenario(folder: Path, roster: Roster) -> Path:
+    """Write the scenario of a roster, and its features, into a folder."""
+    name = f"roster-{roster.silos}-{roster.items}-{roster.width}"
+    test = max(roster.silos, 20)
+    scenario: dict[str, Any] = {
+        "name": name,
+        "rounds": roster.rounds,
+        "participation": roster.selected / roster.silos,
+        "protocol": {"name": "rcsr"},
+        **synthetic_features(folder / f"{name}.npz", train=roster.items, test=test, width=roster.width),
+        "silos": {"count": roster.silos},
+        "partition": {"kind": "iid"},
+        "missing_modality": {"rate": roster.missing},
+        "training": {"learning_rate": 1.0e-3, "batch_size": 20, "warmup_rounds": 0},
+        "evaluation": {"every": 0},
+    }
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(scenario), encoding="utf-8")
     return path
 

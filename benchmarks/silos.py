@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from benchmarks.measure import Number, Result
-from benchmarks.runs import loop_seconds, simulated, synthetic_features
+from benchmarks.runs import Roster, loop_seconds, roster_scenario, simulated
 
 #: Training items of each silo; width of images and texts.
 ITEMS, WIDTH = 20, 512
 
 
-def _scenario(folder: Path, silos: int, rounds: int, selected: int) -> Path:
-    """A roster of which the same number of silos trains on the same number of items, whatever its size."""
-    scenario: dict[str, Any] = {
-        "name": f"roster-{silos}",
-        "rounds": rounds,
-        "participation": selected / silos,
-        "protocol": {"name": "rcsr"},
-        **synthetic_features(folder / f"items-{silos}.npz", train=ITEMS * silos, test=max(silos, 20), width=WIDTH),
-        "silos": {"count": silos},
-        "partition": {"kind": "iid"},
-        "missing_modality": {"rate": 0.5},
-        "training": {"learning_rate": 1.0e-3, "batch_size": 20, "warmup_rounds": 0},
-        "evaluation": {"every": 0},
-    }
-    path = folder / f"roster-{silos}.yaml"
-    path.write_text(yaml.safe_dump(scenario), encoding="utf-8")
-    return path
-
-
 def run(*, smoke: bool = False) -> Result:
     """Measure both rosters hosted, and the smaller one with a process per silo; ``smoke``: 4 and 8 silos."""
-    small, large, selected, rounds = (4, 8, 2, 2) if smoke else (100, 1000, 50, 20)
+    small, large, selected, rounds = (4, 8, 2, 2) if smoke else (100, 1000, 50, 10)
     hosts = "silos.hosts=2" if smoke else "silos.hosts=4"
     numbers, costs, digests = [], {}, {}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
@@ -47,7 +25,8 @@ def run(*, smoke: bool = False) -> Result:
             (large, (hosts,), "hosted"),
         ):
             out = folder / f"run-{silos}-{len(settings)}"
-            summary = simulated(_scenario(folder, silos, rounds, selected), out, *settings, limit_s=900)
+            roster = Roster(silos, ITEMS * silos, WIDTH, rounds, selected)
+            summary = simulated(roster_scenario(folder, roster), out, *settings, limit_s=900)
             cost = costs[silos, how] = loop_seconds(out) / rounds
             digests[silos, how] = summary["model_digest"]
             memory, aim = summary["processes"]["peak_pss_mb"], "at most 4096 MB" if silos == 1000 else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import protocols
-from benchmarks.measure import Number, Result
+from benchmarks.measure import Number, Result, torch_threads
 from benchmarks.runs import loop_seconds, rcsr_scenario, simulated
 from coordinator.participation import RoundsPlan
 from fedmq.config import resolve as scenarios
@@ -32,9 +32,7 @@ class Bare:
 
 def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
     """The same rounds, silos, batches, losses, steps and merges as a run of the scenario, in sequence."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         model = population.build_model(scenario, "cpu", ("image", "text"))
         context = population.context(scenario, model)
         method = protocols.create(scenario.protocol, context)
@@ -63,8 +61,6 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
                 replies.append(Update(silo, sequences[name], round_, 0, 1.0, trained.payloads))
             state = method.merge(state, replies, round_).state
         return Bare(time.perf_counter() - began, context.layout.model_digest(state.theta.numpy()))
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(*, smoke: bool = False) -> Result:
@@ -78,8 +74,12 @@ def run(*, smoke: bool = False) -> Result:
             settings = (f"rounds={rounds}", f"protocol.name={method}")
             scenario = scenarios.load(file, settings)
             population = build_population(scenario)
-            bare(scenarios.load(file, (*settings, f"rounds={warm}")), population, 1)  # warm
-            alone = {threads: bare(scenario, population, threads) for threads in sorted({1, torch.get_num_threads()})}
+            few = scenarios.load(file, (*settings, f"rounds={warm}"))
+            counts = sorted({1, torch.get_num_threads()})
+            quick = {threads: bare(few, population, threads).seconds for threads in counts}  # also warms up
+            # With one thread, as a silo has, and with more if the few rounds were faster with them.
+            chosen = [threads for threads in counts if threads == 1 or quick[threads] < quick[1]]
+            alone = {threads: bare(scenario, population, threads) for threads in chosen}
             best = min(each.seconds for each in alone.values())
             numbers += [Number(f"{method}: bare, torch threads {n}", each.seconds, "s") for n, each in alone.items()]
             for launcher, how, aim in (("local", "as processes", 1.5), ("inline", "inline", 1.15)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,8 @@ from unittest import mock
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import line, runs
+from benchmarks import growth, line, runs, startup
+from benchmarks.growth import Growth, Limits, Point, what_bends_first
 from benchmarks.peers import comparison
 from benchmarks.registry import BENCHMARKS, run_one
 from fedmq.launch.forkserver import warm_up
@@ -98,6 +100,84 @@ def test_a_benchmark_that_exceeds_its_limit_is_ended_and_named_and_the_next_one_
     assert "delta: took longer than its limit of 0 s" in capsys.readouterr().out
     assert late["failed"] and not late["numbers"]
     assert next_one["numbers"] and not next_one["failed"]
+
+
+def test_results_are_kept_in_a_new_file_with_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of(monkeypatch, command, "--only", "soak", "--minutes", "0") == 1  # no time for all together
+    (file,) = (tmp_path / "bench").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["machine"]["commit"] in file.name
+    assert {"processor", "cores", "memory_gb", "load_average", "python", "torch", "numpy"} <= kept["machine"].keys()
+    assert [(each["name"], each["failed"]) for each in kept["benchmarks"]] == [
+        ("soak", "took longer than its limit of 0 s")
+    ]
+    assert f"results: {file.relative_to(tmp_path)}" in capsys.readouterr().out
+
+
+def test_the_phases_of_a_start_follow_each_other_until_the_last_silo_has_joined(tmp_path: Path) -> None:
+    def log(name: str, *records: tuple[float, dict[str, str]]) -> None:
+        lines = [json.dumps({"wall": f"1970-01-01T00:00:{second:06.3f}+00:00", **rest}) for second, rest in records]
+        (tmp_path / "messages" / f"{name}.jsonl").write_text("\n".join(lines))
+
+    (tmp_path / "messages").mkdir()
+    (tmp_path / "scenario.yaml").touch()
+    os.utime(tmp_path / "scenario.yaml", (2.0, 2.0))
+    started, start, hello = {"event": "started"}, {"action": "start"}, {"kind": "hello"}
+    welcome, layout, joined = {"kind": "welcome"}, {"kind": "layout"}, {"event": "joined"}
+    log("coordinator", (2.5, started), (3.0, start), (6.0, joined), (8.0, joined))
+    log("silo-00", (3.5, started), (4.0, start), (4.1, hello), (4.5, welcome), (5.0, layout))
+    log("silo-01", (5.0, started), (6.0, start), (6.1, hello), (7.5, welcome), (7.6, layout))
+    found = startup.phases(tmp_path, 1.0)
+    assert [round(seconds, 3) for seconds in found.values()] == [1, 1, 0.5, 1.5, 1, 1.5, 0.5, 0.75, 0.9, 0.3]
+    assert list(found)[-4:-3] == ["last silo has joined"]
+
+
+def test_growth_measures_its_smallest_sizes_and_draws_a_plot_per_axis(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    warm_up("features")
+    with runs_here():
+        assert code_of(monkeypatch, growth, "--smoke", "--out", str(tmp_path)) == 0
+    found = json.loads((tmp_path / "growth.json").read_text())
+    assert not found["missing"]
+    for name, points in found["points"].items():
+        assert [point["size"] for point in points] == list(growth.AXES[name].sizes[:2])
+        assert all(point["round_s"] > 0 and point["memory_mb"] > 0 and point["start_s"] > 0 for point in points)
+        assert f"Cost over {name}" in (tmp_path / "growth.html").read_text()
+    for point in found["points"]["model"]:
+        assert point["model_mb"] == pytest.approx(point["size"], rel=0.05)
+    assert found["bends_first"] in (tmp_path / "growth.html").read_text()
+
+
+def test_what_bends_first_is_the_cost_per_unit_that_rises_at_the_smallest_multiple_of_its_axis() -> None:
+    def points(*round_s: float) -> list[Point]:
+        return [Point(10.0**n, seconds, 10.0**n, 10.0**n, 1.0) for n, seconds in enumerate(round_s, 1)]
+
+    # Per silo .5, .1, .1, .4 s: four times the least at 10,000. Per item 1, 1, 1.4, 1.4 s: at most 1.4 times.
+    measured = {"silos": points(5, 10, 100, 4000), "items": points(10, 100, 1400, 14000)}
+    assert what_bends_first(measured) == (
+        "The time per round over silos bends first: at 10,000 silos it is 0.4 s per unit, 4.0 times that at 100 "
+        "(0.1 s)."
+    )
+    assert what_bends_first({"items": measured["items"]}).startswith("Nothing bends")
+
+
+def test_an_axis_ends_before_a_run_that_would_exceed_a_limit_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(_roster: object, size: float, _limit_s: float) -> Point:
+        return Point(size, 1.0, 500 + 10 * size, 1.0, 1.0)
+
+    monkeypatch.setattr(growth, "measured", measured)
+    said: list[str] = []
+    reached = Growth()
+    reached.along("silos", (10, 30, 100, 300, 1000), Limits(math.inf, 3000.0), said.append)
+    assert said == ["silos: 10 silos", "silos: 30 silos", "silos: 100 silos"]
+    assert reached.missing == ["silos: 300 silos not measured, as it could take 3,500 MB, and 3,000 MB are the limit"]
+    late = Growth()
+    late.along("silos", (10, 30, 100), Limits(0.0, math.inf), said.append)
+    assert "s are left" in late.missing[0]
 
 
 def test_without_flower_the_comparison_with_it_says_how_to_install_it(

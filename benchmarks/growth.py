@@ -1,0 +1,287 @@
+"""Cost of a run against its size: time per round, memory and start over silos, size of the model, and items.
+
+Usage: ``python -m benchmarks.growth [--out FOLDER] [--axes silos,model,items] [--minutes 30] [--smoke]``. It prints a
+table and one sentence on what bends first, and writes ``growth.html`` with a plot per axis and ``growth.json``.
+``--smoke`` measures only the two smallest sizes of each axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.measure import machine
+from benchmarks.runs import Roster, loop_seconds, roster_scenario, simulated
+from fedmq.runs.report.html import Figure, colour, document
+
+#: A cost bends where a unit of size costs more than so many times the least on its axis.
+BEND = 1.5
+#: What is measured: attribute of a point, name, unit.
+COSTS = (("round_s", "time per round", "s"), ("memory_mb", "memory of all processes", "MB"), ("start_s", "start", "s"))
+#: The run whose size is varied.
+_BASE = Roster(silos=10, items=200, width=64, rounds=3, selected=10)
+
+
+def _silos(count: float) -> Roster:
+    return replace(_BASE, silos=int(count), items=20 * int(count), selected=int(count))
+
+
+def _model(megabytes: float) -> Roster:
+    """Four silos whose adapters (64 wide) and heads on features of width w have 4 w^2 + 256 w float32 values."""
+    width = (math.sqrt(256**2 + 16 * megabytes * 1e6 / 4) - 256) / 8
+    return replace(_BASE, silos=4, items=80, selected=4, width=round(width), missing=0.0)
+
+
+def _items(count: float) -> Roster:
+    return replace(_BASE, items=int(count))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is varied.
+
+    Args:
+        unit: of its sizes.
+        sizes: ascending.
+        roster: the run of a size.
+    """
+
+    unit: str
+    sizes: tuple[float, ...]
+    roster: Callable[[float], Roster]
+
+
+AXES: Mapping[str, Axis] = {
+    "silos": Axis("silos", (10, 30, 100, 300, 1000), _silos),
+    "model": Axis("MB", (1, 3, 10, 30, 100, 200), _model),
+    "items": Axis("items", (1e3, 1e4, 1e5, 1e6), _items),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Cost of a run of one size.
+
+    Args:
+        size: in the unit of its axis.
+        round_s: time per round [s].
+        memory_mb: peak memory of all processes [MB PSS].
+        start_s: from the command until all silos were ready, features and partition not in the cache [s].
+        model_mb: the model as it is sent [MB].
+    """
+
+    size: float
+    round_s: float
+    memory_mb: float
+    start_s: float
+    model_mb: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an axis ends before its largest size.
+
+    Args:
+        until: end of all measurements [s, monotonic].
+        memory_mb: most memory that a run may be expected to take [MB].
+    """
+
+    until: float
+    memory_mb: float
+
+    def refusal(self, points: Sequence[Point], size: float, rounds: int) -> str:
+        """Why a run is not started whose cost continues the line through the last two points; empty if it is."""
+        if len(points) < 2:
+            return ""
+        before, last = points[-2:]
+        steps = (size - last.size) / (last.size - before.size)
+        memory_mb = last.memory_mb + steps * (last.memory_mb - before.memory_mb)
+        now, earlier = (each.start_s + rounds * each.round_s for each in (last, before))
+        left = self.until - time.monotonic()
+        if memory_mb > self.memory_mb:
+            return f"it could take {memory_mb:,.0f} MB, and {self.memory_mb:,.0f} MB are the limit"
+        if (expected := now + steps * (now - earlier)) > left:
+            return f"it could take {expected:.0f} s, and {left:.0f} s are left"
+        return ""
+
+
+@dataclass
+class Growth:
+    """Measured points and the reason for each missing one, by axis."""
+
+    points: dict[str, list[Point]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def along(self, name: str, sizes: Sequence[float], limits: Limits, say: Callable[[str], None]) -> None:
+        """Measure an axis from its smallest size, until its end or a limit."""
+        points = self.points.setdefault(name, [])
+        for size in sizes:
+            what = f"{name}: {size:,g} {AXES[name].unit}"
+            roster = AXES[name].roster(size)
+            refusal = limits.refusal(points, size, roster.rounds)
+            if not refusal:
+                try:
+                    points.append(measured(roster, size, limits.until - time.monotonic()))
+                    say(what)
+                    continue
+                except subprocess.TimeoutExpired:
+                    refusal = "it took longer than all measurements may"
+            self.missing.append(f"{what} not measured, as {refusal}")
+            return
+
+
+def measured(roster: Roster, size: float, limit_s: float) -> Point:
+    """Run a roster in four host processes and return its cost.
+
+    Raises:
+        subprocess.SubprocessError: the run failed or took longer than the limit.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        scenario = roster_scenario(folder, roster)
+        summary = simulated(scenario, folder / "run", "silos.hosts=4", limit_s=max(limit_s, 1.0))
+        return Point(
+            size,
+            loop_seconds(folder / "run") / roster.rounds,
+            summary["processes"]["peak_pss_mb"],
+            summary["seconds"]["startup"],
+            summary["bytes"]["down"]["model"] / summary["tasks"]["merged"] / 1e6,
+        )
+
+
+def bend(points: Sequence[Point], cost: str) -> tuple[Point, Point] | None:
+    """The cheapest point per unit of size so far, and the first whose unit costs :data:`BEND` times as much.
+
+    Args:
+        points: ascending by size.
+        cost: attribute of a point.
+    """
+    cheapest = points[0]
+    for point in points:
+        if _per_unit(point, cost) > BEND * _per_unit(cheapest, cost):
+            return cheapest, point
+        cheapest = min(cheapest, point, key=lambda each: _per_unit(each, cost))
+    return None
+
+
+def _per_unit(point: Point, cost: str) -> float:
+    return float(getattr(point, cost)) / point.size
+
+
+def what_bends_first(measured_points: Mapping[str, Sequence[Point]]) -> str:
+    """One sentence: the cost that bends at the smallest multiple of its axis's smallest size."""
+    found = []
+    for axis, points in measured_points.items():
+        for cost, name, unit in COSTS:
+            if points and (bent := bend(points, cost)) is not None:
+                found.append((bent[1].size / points[0].size, axis, cost, name, unit, *bent))
+    if not found:
+        return f"Nothing bends: nowhere does a unit of size cost more than {BEND} times the least on its axis."
+    _, axis, cost, name, unit, low, high = min(found, key=lambda each: each[0])
+    least, most, sizes = _per_unit(low, cost), _per_unit(high, cost), AXES[axis].unit
+    return (
+        f"The {name} over {axis} bends first: at {high.size:,g} {sizes} it is {most:.3g} {unit} per unit, "
+        f"{most / least:.1f} times that at {low.size:,g} ({least:.3g} {unit})."
+    )
+
+
+def figure(axis: str, points: Sequence[Point]) -> Figure:
+    """The costs of an axis as multiples of those of its smallest size, on logarithmic scales."""
+    unit = AXES[axis].unit
+    note = f"Dotted: in proportion to size. A cost that grows faster than this line costs more per {unit}."
+    drawn = Figure(f"Cost over {axis}", f"{axis} [{unit}]", "cost as a multiple of the smallest size's", note=note)
+    sizes = [point.size for point in points]
+    for place, (cost, name, of) in enumerate(COSTS):
+        values = [float(getattr(point, cost)) for point in points]
+        text = [f"{name}: {value:,.4g} {of}" for value in values]
+        y = [value / values[0] for value in values]
+        line = {"color": colour(place)}
+        drawn.draw("scatter", x=sizes, y=y, name=name, text=text, hoverinfo="text", mode="lines+markers", line=line)
+    straight = {"color": "#9aa7b4", "dash": "dot"}
+    y = [size / sizes[0] for size in sizes]
+    drawn.draw("scatter", x=sizes, y=y, name="in proportion", mode="lines", line=straight)
+    drawn.x["type"] = drawn.y["type"] = "log"
+    return drawn
+
+
+def rows(growth: Growth) -> list[list[str]]:
+    """The table of all points, its head first."""
+    table = [
+        [
+            "axis",
+            "size",
+            *(f"{name} [{unit}]" for _, name, unit in COSTS),
+            "per unit, to the axis's least",
+        ]
+    ]
+    for axis, points in growth.points.items():
+        for point in points:
+            times = [_per_unit(point, cost) / min(_per_unit(each, cost) for each in points) for cost, _, _ in COSTS]
+            values = [f"{getattr(point, cost):,.4g}" for cost, _, _ in COSTS]
+            table.append([axis, f"{point.size:,g} {AXES[axis].unit}", *values, ", ".join(f"{x:.2g}x" for x in times)])
+    return table
+
+
+def written(growth: Growth, folder: Path) -> str:
+    """Write the page and the JSON; returns the sentence on what bends first."""
+    about: dict[str, Any] = machine()
+    sentence = what_bends_first(growth.points)
+    body = rows(growth)
+    notes = (sentence, *growth.missing, ", ".join(f"{key} {value}" for key, value in about.items()))
+    figures = [figure(axis, points) for axis, points in growth.points.items() if points]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "growth.html").write_text(document("Cost against size", notes, figures, body), encoding="utf-8")
+    found = {"machine": about, **asdict(growth), "bends_first": sentence}
+    (folder / "growth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return sentence
+
+
+def _axes(text: str) -> list[str]:
+    for name in text.split(","):
+        if name not in AXES:
+            raise argparse.ArgumentTypeError(f"found {name}, allowed: {', '.join(AXES)}")
+    return text.split(",")
+
+
+def main() -> None:
+    """Measure the axes, print the table and the sentence, write the page after each axis."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench/growth"), metavar="FOLDER", help="default: bench/growth"
+    )
+    parser.add_argument("--axes", type=_axes, default=list(AXES), metavar="A,B", help=f"of {', '.join(AXES)}")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of all together (default 30)")
+    parser.add_argument("--smoke", action="store_true", help="only the two smallest sizes of each axis")
+    arguments = parser.parse_args()
+    growth, sentence = Growth(), ""
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    # Half of what is free: a run that grows faster than its size has room before the machine has none.
+    memory_mb = psutil.virtual_memory().available / 2**21
+    limits = Limits(time.monotonic() + 60 * arguments.minutes, memory_mb)
+    for name in arguments.axes:
+        growth.along(name, AXES[name].sizes[: 2 if arguments.smoke else None], limits, console.print)
+        sentence = written(growth, arguments.out)
+    head, *body = rows(growth)
+    table = Table(*map(escape, head))  # units are in brackets, like markup
+    for row in body:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print(*growth.missing, sentence, f"plots: {arguments.out / 'growth.html'}", sep="\n", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ VALID_SECONDS = 24 * 3600.0
 #: Connections that a ticket admits, and the time from the first to the last one [s]: ZeroMQ repeats a connection that
 #: fails, and a relay that sends copies ahead must not use up what their sender needs.
 USES, USE_SECONDS = 4, 10.0
-#: Used tickets of a key that are remembered; once it has more, none older than a forgotten one is valid.
+#: Used tickets of a key that are remembered, the newest ones; no older one is valid.
 REMEMBERED = 256
 
 
@@ -113,9 +113,8 @@ class TicketGate:
 
     def __init__(self, keys: ListenerKeys) -> None:
         self._keys, self._own = keys, keys.key.public_bytes_raw()
-        # By public key: uses by signature, and the time of the newest ticket that is forgotten [ms].
+        # By public key, then by signature.
         self._uses: dict[bytes, dict[bytes, _Use]] = {}
-        self._forgotten: dict[bytes, int] = {}
 
     def judge(self, name: bytes, ticket: bytes) -> Verdict:
         """Decide about a connection, and count the use of its ticket.
@@ -154,12 +153,9 @@ class TicketGate:
         """Count a use of a valid ticket of a key; returns whether it may be used."""
         uses = self._uses.setdefault(own, {})
         if signature not in uses:
-            if made_ms <= self._forgotten.get(own, -1):
-                return False
             uses[signature] = _Use(made_ms, now)
-            if len(uses) > REMEMBERED:
-                oldest = min(uses, key=lambda each: uses[each].made_ms)
-                self._forgotten[own] = uses.pop(oldest).made_ms
+            if len(uses) > REMEMBERED:  # a ticket older than all of these is itself dropped, and so never valid
+                del uses[min(uses, key=lambda each: uses[each].made_ms)]
         use = uses.get(signature)
         if use is None or use.count >= USES or now - use.first > USE_SECONDS:
             return False

@@ -6,6 +6,7 @@ name lacks ``with_key`` need only the address: they use no key, or one that is n
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import math
@@ -25,8 +26,8 @@ from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.sessions import Session, seal_message
 from fedmq.wire.transports.base import Connection
-from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
+from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Maximum size of what a peer sends per connection [bytes].
 _MULTIPART_BYTES = 20 << 20
@@ -88,6 +89,14 @@ def _greeting(mechanism: bytes) -> bytes:
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
+def _hello(name: str, ticket: bytes) -> bytes:
+    """PLAIN's HELLO command, with a name and a ticket."""
+    command = b"\x05HELLO" + bytes([len(name)]) + name.encode() + bytes([len(ticket)]) + ticket
+    return b"\x04" + bytes([len(command)]) + command
+
+
+_METADATA = b"\x0bSocket-Type\0\0\0\x06DEALER"
+_INITIATE = b"\x04\x1f\x08INITIATE" + _METADATA
 _READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 
 
@@ -103,9 +112,9 @@ def idle_connections(target: Target) -> None:
 
 
 def endless_multipart(target: Target) -> None:
-    """Send one message of endless one-byte frames, after a greeting without security and one with it."""
+    """Send one message of endless one-byte frames, after a greeting without security and one that announces it."""
     frames = b"\x01\x01x" * 4096
-    for mechanism in itertools.cycle((b"NULL", b"CURVE")):
+    for mechanism in itertools.cycle((b"NULL", b"PLAIN")):
         with contextlib.suppress(OSError), target.open() as connection:
             connection.sendall(_greeting(mechanism) + (_READY if mechanism == b"NULL" else b""))
             for _ in range(_MULTIPART_BYTES // len(frames)):
@@ -121,7 +130,7 @@ def half_sent_frames(target: Target) -> None:
             for _ in range(_HALF_SENT):
                 with contextlib.suppress(OSError):
                     connection = opened.enter_context(target.open())
-                    connection.sendall(_greeting(b"CURVE") + b"\x06" + (100 << 20).to_bytes(8, "big"))
+                    connection.sendall(_greeting(b"PLAIN") + b"\x06" + (100 << 20).to_bytes(8, "big"))
                     connection.sendall(bytes(_HALF_BYTES))
             opened.close()
 
@@ -145,6 +154,78 @@ def unknown_keys(target: Target) -> None:
         while connection.refusal() is None and time.monotonic() < until:
             connection.receive(0.05)
         connection.close()
+
+
+def _ticket(target: Target) -> bytes:
+    """A ticket of silo-00, as someone who listens on the network sees it."""
+    identity, coordinator = load_identity(target.keys, "silo-00"), load_accepted(target.keys)[COORDINATOR]
+    return ConnectionKeys(identity.key, coordinator, "silo-00").ticket(time.time())
+
+
+def presented(target: Target, ticket: bytes) -> socket.socket | None:
+    """A connection that a ticket admits; None if it is refused."""
+    try:
+        connection = target.open()
+    except OSError:  # the coordinator ended
+        return None
+    with contextlib.suppress(OSError):
+        connection.sendall(_greeting(b"PLAIN") + _hello("silo-00", ticket))
+        connection.settimeout(1.0)
+        answer = b""
+        while len(answer) < 66 + len(b"WELCOME"):  # after the greeting: a command's flags and size, its name
+            part = connection.recv(64)
+            if not part:
+                break
+            answer += part
+        if answer.endswith(b"\x07WELCOME"):
+            connection.sendall(_INITIATE)
+            return connection
+    connection.close()
+    return None
+
+
+def unusable_tickets(target: Target) -> None:
+    """Present tickets of silo-00 for another coordinator, of the day before yesterday, forged ones, and garbage."""
+    identity, coordinator = load_identity(target.keys, "silo-00"), load_accepted(target.keys)[COORDINATOR]
+    elsewhere = Ed25519PrivateKey.generate().public_key()
+    tickets = (
+        ConnectionKeys(identity.key, elsewhere, "silo-00").ticket(time.time()),
+        ConnectionKeys(identity.key, coordinator, "silo-00").ticket(time.time() - 2 * 86_400),
+        base64.b64encode(base64.b64decode(_ticket(target))[:-64] + bytes(64)),
+        b"ticket",
+    )
+    for ticket in itertools.cycle(tickets):
+        if target.over.wait(0.01):
+            return
+        if (connection := presented(target, ticket)) is not None:
+            connection.close()
+
+
+def recorded_tickets(target: Target) -> None:
+    """Present each ticket of silo-00 again and again; hold what it admits, and send noise there."""
+    with contextlib.ExitStack() as held:
+        connections: list[socket.socket] = []
+        for number in itertools.count():
+            if number % 100 == 0:
+                ticket = _ticket(target)
+            with contextlib.suppress(OSError):
+                if (connection := presented(target, ticket)) is not None:
+                    connections.append(held.enter_context(connection))
+            for each in connections:
+                with contextlib.suppress(OSError):
+                    each.sendall(b"\x01\x01x\0\x01y" * 20)
+            if target.over.wait(0.02):
+                return
+
+
+def endless_multipart_with_a_recorded_ticket(target: Target) -> None:
+    """Send messages of endless empty frames on the connections that a recorded ticket admits."""
+    frames = b"\x01\0" * (1 << 15)
+    while not target.over.wait(0.05):
+        with contextlib.suppress(OSError):
+            connection = presented(target, _ticket(target))
+            while connection is not None and not target.over.is_set():
+                connection.sendall(frames)
 
 
 def flood_with_key(target: Target) -> None:
@@ -234,6 +315,9 @@ ATTACKS: Mapping[str, Callable[[Target], None]] = {
     "half-sent frames": half_sent_frames,
     "garbage": garbage,
     "unknown keys": unknown_keys,
+    "unusable tickets": unusable_tickets,
+    "recorded tickets": recorded_tickets,
+    "endless multipart with a recorded ticket": endless_multipart_with_a_recorded_ticket,
     "flood with a key": flood_with_key,
     "new sessions with a key": new_sessions_with_key,
     "messages with a key": messages_with_key,

@@ -19,8 +19,8 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
 from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import Listener
-from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.tickets import ListenerKeys
 
 RUN = "bench"
 #: The size of RCSR's adapters and heads on CLIP: 12.12 MB of float32.
@@ -62,7 +62,7 @@ def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[t
     keys = folder / "keys"
     init_keys(keys, (COORDINATOR, *names))
     clock, identity, accepted = WallClock(), load_identity(keys, COORDINATOR), load_accepted(keys)
-    listener = listen(bind, keys=ListenerKeys(identity.key, accepted, tuple(names)))
+    listener = listen(bind, keys=ListenerKeys(identity.key.public_key(), accepted))
     log = MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock)
     try:
         yield listener, Roster(listener, identity, accepted, RUN, log, clock, max_body=_MAX_BODY), log

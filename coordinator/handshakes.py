@@ -134,6 +134,7 @@ class Handshakes:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
         session = confirm(pending.responded, frames, header)
         del self._pending[address]
+        self._listener.keep(address)
         return pending.responded, session
 
     def forget(self, address: bytes) -> None:

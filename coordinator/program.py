@@ -28,6 +28,7 @@ from coordinator.sessions import Roster
 from coordinator.status import Inquiries, StatusReport
 from coordinator.summary import finish
 from fedmq.clock import Clock, clock_for
+from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
@@ -50,9 +51,9 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, keep_buffers, padded_size
 from fedmq.wire.transports.base import QUEUE, Listener
-from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared_connections import beat_patience
+from fedmq.wire.transports.tickets import ListenerKeys
 
 #: File descriptors of any process of a run: its imports, locks, sockets and ZeroMQ's threads.
 OTHER_DESCRIPTORS = 64
@@ -225,9 +226,8 @@ def _roster(
     restarted = log.records > 1  # the first record is the note of this start
     assert listener is not None and identity is not None and accepted is not None  # noqa: S101 - silos connect
     log.start(identity, accepted, StartFacts.of(arguments.run, "" if data is None else data.content))
-    names, rounds = arguments.scenario.silo_names, arguments.scenario.rounds
+    scenario, names, rounds = arguments.scenario, arguments.scenario.silo_names, arguments.scenario.rounds
     patience, run = beat_patience(arguments.silos_per_connection), arguments.run.id
-    options = arguments.scenario.wire
     roster = Roster(
         listener,
         identity,
@@ -239,10 +239,10 @@ def _roster(
         patience=patience,
         admission=admission,
         names=(*names, EVALUATOR),
-        options=options,
+        options=wire_over(listener.uri, scenario.wire, scenario.faults),
         restarted=restarted,
     )
-    plain = arguments.scenario.model_dump(mode="json")
+    plain = scenario.model_dump(mode="json")
     roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
 
@@ -277,9 +277,9 @@ def allow_descriptors(connections: int, bind: str) -> None:
 
 def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
-    peers = (*arguments.scenario.silo_names, EVALUATOR)
-    allow_descriptors(math.ceil(len(peers) / arguments.silos_per_connection), arguments.bind)
-    keys = ListenerKeys(identity.key, accepted, peers)
+    peers = arguments.scenario.silos.count + 1  # with the evaluator
+    allow_descriptors(math.ceil(peers / arguments.silos_per_connection), arguments.bind)
+    keys = ListenerKeys(identity.key.public_key(), accepted)
     queue = QUEUE * arguments.silos_per_connection
     largest = max(2 * max_body, padded_size(max_body + MAX_PREFIX) + TAG_BYTES)
     return listen(arguments.bind, max_frame=largest, queue=queue, keys=keys)

@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from fedmq.clock import Clock, WallClock
+from fedmq.config.faults import wire_over
 from fedmq.data.item_digests import ItemDigests, item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.errors import RemoteWireError
@@ -109,6 +110,7 @@ class Host:
 
     def _open(self, name: str, deliver: Callable[[Message], None]) -> Channel:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
+        scenario = arguments.scenario
         logger = open_log(arguments.logs, name)
         log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
         log.note(LogEvent.STARTED, run=arguments.run.id, program=__version__)
@@ -126,7 +128,7 @@ class Host:
             progress=logger.warning,
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
-            options=self.arguments.silo.scenario.wire,
+            options=wire_over(arguments.connect, scenario.wire, scenario.faults),
             comparison=self._comparison,
         )
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)

@@ -10,6 +10,7 @@ import torch
 
 from fedmq.audit.policy import guard_of, kinds_needed
 from fedmq.clock import WallClock
+from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.data.item_digests import item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
@@ -138,7 +139,7 @@ def _log_and_channel(
         now=now,
         progress=warn,
         forbidden=forbidden,
-        options=arguments.scenario.wire,
+        options=wire_over(uri, arguments.scenario.wire, arguments.scenario.faults),
         comparison=ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None),
         ends_with_other_run=arguments.ends_with_other_run,
     )

@@ -37,8 +37,8 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.payloads import Error
 from fedmq.wire.transports.base import QUEUE, Listener
-from fedmq.wire.transports.curve_keys import ListenerKeys
 from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.tickets import ListenerKeys
 from silos.program import run_silo
 from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run_of
@@ -288,7 +288,7 @@ def test_a_silo_connects_to_a_coordinator_with_a_new_key_once_that_is_accepted(t
     init_keys(keys, (COORDINATOR,))  # the coordinator's new key
     accept_key(keys, SILO, load_accepted(site)[SILO])
     identity, accepted = load_identity(keys, COORDINATOR), load_accepted(keys)
-    listener = listen("tcp://127.0.0.1:0", keys=ListenerKeys(identity.key, accepted, (SILO,)))
+    listener = listen("tcp://127.0.0.1:0", keys=ListenerKeys(identity.key.public_key(), accepted))
     own = MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
     link = Channel(
         listener.uri, load_identity(site, SILO), load_accepted(site), RUN, own, clock, lambda: 0.0, printed.append

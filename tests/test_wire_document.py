@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 import protocols
 from coordinator import run_context
 from fedmq.wire import (
@@ -21,7 +23,8 @@ from fedmq.wire import (
 from fedmq.wire.fields import Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
-from fedmq.wire.transports import base
+from fedmq.wire.transports import base, tickets
+from fedmq.wire.transports._connection_admission import PER_KEY
 from tests.small_federation import population
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
@@ -210,3 +213,16 @@ def test_name_patterns_and_limits_are_documented() -> None:
     expected = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
     assert expected in " ".join(section("Payloads").split())
     assert limits["d"] == limits["r"]
+
+
+def test_tickets_are_as_described() -> None:
+    text = " ".join(section("tickets", 3).split())
+    public = Ed25519PrivateKey.generate().public_key()
+    ticket = tickets.ConnectionKeys(Ed25519PrivateKey.generate(), public, "silo-00").ticket(0.0)
+    assert f"in base64 ({len(ticket)} characters)" in text
+    assert f'"{tickets.LABEL.decode()}" || fields || name' in text
+    assert f"at most {tickets.VALID_SECONDS / 3600:.0f} hours" in text
+    assert tickets.USES == 4 and f"admits four connections, within {tickets.USE_SECONDS:.0f} s" in text
+    assert f"remembers {tickets.REMEMBERED} tickets" in text
+    assert PER_KEY == 8 and "eight connections of a key" in text
+    assert "500" in text and tickets.FOREIGN == b"500" and tickets.REFUSED == b"400"

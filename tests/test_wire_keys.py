@@ -26,8 +26,8 @@ from fedmq.wire.keys import (
     public_pem,
     revoke,
 )
-from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys
 from fedmq.wire.transports.registry import connect, listen
+from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
 from tests.wire_checks import NAMES
 
 # Keys on disk
@@ -250,9 +250,9 @@ def test_an_error_of_the_thread_that_admits_connections_reaches_the_process(monk
     def fails(*_: object) -> bool:
         raise ArithmeticError("base is not invertible")
 
-    monkeypatch.setattr(ListenerKeys, "admits", fails)
+    monkeypatch.setattr(ListenerKeys, "accepts", fails)
     peer, key = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    listener = listen("tcp://127.0.0.1:*", keys=ListenerKeys(key, {}, ()))
+    listener = listen("tcp://127.0.0.1:*", keys=ListenerKeys(key.public_key(), {}))
     connection = connect(listener.uri, keys=ConnectionKeys(peer, key.public_key(), "silo-00"))
     try:
         with pytest.raises(RunError, match="admission of connections failed"):

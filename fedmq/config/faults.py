@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Number, Part, Positive, Whole
+from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Number, Part, Positive, Whole, Wire
 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
@@ -271,6 +271,20 @@ FAULTS: dict[str, type[Part]] = {
     for union in (Timed, Poison, Persistent, OfCoordinator)
     for fault in get_args(union)
 }
+
+
+def wire_over(uri: str, wire: Wire, faults: Iterable[AnyFault]) -> Wire:
+    """What messages hide on a connection: over TCP, where others can listen, always the names.
+
+    Args:
+        uri: URI of the connection.
+        wire: what the scenario says.
+        faults: of the scenario; those on messages recognise them by their names.
+    """
+    listened = uri.removeprefix("shared+").startswith("tcp:")
+    if not listened or any(isinstance(fault, ON_MESSAGES) for fault in faults):
+        return wire
+    return wire.model_copy(update={"hide_names": True})
 
 
 def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:

@@ -33,7 +33,9 @@ class Part(BaseModel):
 class Wire(Part):
     """What an observer of the network learns from messages, and how long keys are used; see docs/reference/wire.md."""
 
-    hide_names: bool = Field(False, description="seal names, kinds and sequence numbers together with message bodies")
+    hide_names: bool = Field(
+        False, description="seal names, kinds and sequence numbers together with message bodies, as always over TCP"
+    )
     padding: bool = Field(
         False,
         description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "

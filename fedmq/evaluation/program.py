@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fedmq.clock import WallClock
+from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
@@ -218,7 +219,7 @@ def _log_and_channel(
         clock,
         now=now,
         progress=logger.warning,
-        options=arguments.scenario.wire,
+        options=wire_over(arguments.connect, arguments.scenario.wire, arguments.scenario.faults),
         comparison=ScenarioComparison(arguments.connect, identity, accepted, plain),
     )
 

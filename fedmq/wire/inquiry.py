@@ -20,9 +20,9 @@ from fedmq.wire.messages import ANY_RUN, COORDINATOR, WIRE_VERSION, Header, Kind
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
-from fedmq.wire.transports.curve_keys import ConnectionKeys
 from fedmq.wire.transports.registry import connect
 from fedmq.wire.transports.tcp import unknown_host
+from fedmq.wire.transports.tickets import ConnectionKeys
 
 
 class NoAnswerError(RunError):
@@ -252,7 +252,7 @@ def refused_handshake(uri: str, identity: Identity, refusal: HelloRefusedError, 
     match refusal.reason:
         case Reason.UNKNOWN_SENDER:
             ask = f"its operator accepts it with `fedmq keys accept` ({words(identity)})"
-            ask += ", or this process was started with the wrong key file (--keys)"
+            ask += ", or this process was started with the wrong key file (--keys), or a clock is wrong by a day"
             return f"the coordinator at {uri} does not accept this key of {identity.name}: {ask}"
         case Reason.WRONG_RUN:
             which = f"{refusal.detail}{f', with other values of {differing}' if differing else ''}"

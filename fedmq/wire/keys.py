@@ -16,7 +16,6 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from mnemonic import Mnemonic
 
@@ -26,7 +25,6 @@ from fedmq.storage.run_folder import write_atomically, writing
 from fedmq.text import printable
 from fedmq.wire.fields import NAME
 from fedmq.wire.sessions import KEY_BYTES
-from fedmq.wire.transports.curve_keys import PRIME, SIGN, curve_public
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"
@@ -36,6 +34,10 @@ PASSPHRASE_VARIABLE, PASSPHRASE_FILE_VARIABLE = "FEDMQ_KEY_PASSPHRASE", "FEDMQ_K
 _LONGEST_PASSPHRASE = 1024
 #: Maximum size of a key file [bytes].
 _LARGEST_KEY = 4096
+#: The prime of Curve25519, and the y coordinates of its points of order 1, 2, 4 and 8, as libsodium lists them.
+_PRIME = 2**255 - 19
+_Y_OF_ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+_SMALL_ORDER = frozenset({0, 1, _PRIME - 1, _Y_OF_ORDER_8, _PRIME - _Y_OF_ORDER_8})
 #: Words of a fingerprint, 11 bits each.
 _WORDS = 8
 
@@ -280,19 +282,17 @@ def _public_key(path: Path) -> Ed25519PublicKey:
 def public_key_of(raw: bytes) -> Ed25519PublicKey:
     """A public key from its 32 bytes, if only the holder of a private key can sign with it.
 
-    The key's point must not have a small order (1, 2, 4 or 8): for such a key anybody can make valid signatures. X25519
-    tells, as its result is zero for these points alone, which the library refuses (RFC 7748, section 6.1).
+    The key's point must not have a small order (1, 2, 4 or 8): for such a key anybody can make valid signatures.
 
     Raises:
         ValueError: the key is a point of small order, or its encoding is not canonical.
     """
     key = Ed25519PublicKey.from_public_bytes(raw)
-    if int.from_bytes(raw, "little") % SIGN >= PRIME:
+    y = int.from_bytes(raw, "little") % (1 << 255)  # without the sign of x
+    if y >= _PRIME:
         raise ValueError("an encoding of a public key that is not canonical")
-    try:
-        X25519PrivateKey.from_private_bytes(bytes(32)).exchange(X25519PublicKey.from_public_bytes(curve_public(key)))
-    except ValueError:
-        raise ValueError("a point of small order, for which anybody can sign without a private key") from None
+    if y in _SMALL_ORDER:
+        raise ValueError("a point of small order, for which anybody can sign without a private key")
     return key
 
 

@@ -14,6 +14,7 @@ length of the parameters it trains, for which it needs no data.
 from __future__ import annotations
 
 import argparse
+import base64
 import datetime
 import hashlib
 import json
@@ -170,17 +171,11 @@ def opened(content):
 
 
 # ----------------------------------------------------------------------------------------------------------- sessions
-def curve_keys(private, public):
-    """ZeroMQ's CURVE secret key of a process, and the public keys of the process and of the coordinator."""
-    raw = private.private_bytes_raw()
-    secret = hashlib.sha512(raw).digest()[:32]
-
-    def montgomery(key):
-        prime = 2**255 - 19
-        y = int.from_bytes(key.public_bytes_raw(), "little") & ((1 << 255) - 1)
-        return ((1 + y) * pow(1 - y, -1, prime) % prime).to_bytes(32, "little")
-
-    return secret, montgomery(private.public_key()), montgomery(public)
+def ticket(private, coordinator, name):
+    """The password with which a coordinator over TCP admits a connection."""
+    fields = private.public_key().public_bytes_raw() + coordinator.public_bytes_raw()
+    fields += (time.time_ns() // 1_000_000).to_bytes(8, "big") + os.urandom(16)
+    return base64.b64encode(fields + private.sign(b"fedmq 1 ticket" + fields + name.encode()))
 
 
 class Silo:
@@ -203,10 +198,8 @@ class Silo:
         self.log.sign("start")
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         if options.connect.startswith("tcp:"):
-            keys = curve_keys(self.key, self.coordinator)
-            options_of_curve = (zmq.CURVE_SECRETKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SERVERKEY)
-            for option, value in zip(options_of_curve, keys, strict=True):
-                self.socket.setsockopt(option, value)
+            self.socket.setsockopt(zmq.PLAIN_USERNAME, self.name.encode())
+            self.socket.setsockopt(zmq.PLAIN_PASSWORD, ticket(self.key, self.coordinator, self.name))
         self.socket.connect(options.connect)
         self.layout, self.previous, self.replies, self.sent, self.received = None, None, {}, 0, 0
 

@@ -14,26 +14,32 @@ import os
 import resource
 import socket as sockets
 import stat
+import struct
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fedmq.errors import RunError
 from fedmq.text import printable
-from fedmq.wire.keys import fingerprint, words
-from fedmq.wire.limits import BoundedDict
-from fedmq.wire.transports.curve_keys import ListenerKeys, ed25519_of
+from fedmq.wire.transports.tickets import ADMITTED, ListenerKeys, TicketGate, Verdict
 
 #: Connections that may be open without having sent a message; the oldest are closed.
 UNHEARD = 256
-#: Connections of one key that may be open; those not heard for the longest time are closed. A peer needs one, and
-#: another for an inquiry.
+#: Connections of one key that may be open; those not heard for the longest time are closed, first of all those without
+#: a handshake: whoever uses another's ticket cannot complete one. A peer needs one, and another for an inquiry.
 PER_KEY = 8
 #: Part of the process's file descriptors that connections without a message may take.
 _PART = 4
-#: Refusals, and addresses of refused peers, that are remembered.
+#: Bytes that a connection may bring without a whole message before its peer has completed a handshake: ZeroMQ keeps the
+#: frames of a message, however many, until the last one. Then it may bring a message of the largest size.
+_PARTIAL = 4 << 20
+_WATCH_MS = 250
+#: Bytes received, in Linux's ``struct tcp_info``.
+_TCP_INFO = struct.Struct("128xQ")
+#: Refusals that are remembered.
 _REMEMBERED = 256
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _ZAP = "inproc://zeromq.zap.01"
@@ -46,20 +52,28 @@ class ConnectionAdmission:
         socket: the listening socket.
         context: the socket's own context.
         keys: keys of the peers to admit; None admits everyone.
+        max_message: bytes that a connection may bring without a whole message.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], keys: ListenerKeys | None
+        self,
+        socket: zmq.Socket[bytes],
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: ListenerKeys | None,
+        max_message: int,
     ) -> None:
         self.refused: deque[str] = deque(maxlen=_REMEMBERED)
         self._error: Exception | None = None
-        self._keys, self._socket = keys, socket
+        self._gate, self._socket = None if keys is None else TicketGate(keys), socket
         # Descriptors of open connections, each in one of the two; by key, the one heard last is the last.
         self._lock = threading.Lock()
         self._unheard: dict[int, None] = {}
         self._heard: dict[str, dict[int, None]] = {}
         self._keys_heard: dict[int, str] = {}
-        self._unknown = BoundedDict[str, bytes](_REMEMBERED)
+        self._kept = set[int]()
+        self._max_message, self._messages = max_message, Counter[int]()
+        # By descriptor: the number of messages and of received bytes when the last message was seen.
+        self._marks = dict[int, tuple[int, int]]()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
         self._monitor = socket.get_monitor_socket(_EVENTS)
@@ -73,30 +87,44 @@ class ConnectionAdmission:
     @property
     def by_key(self) -> bool:
         """Whether messages carry the key of their connection."""
-        return self._keys is not None
+        return self._gate is not None
 
     def heard(self, descriptor: int, key: str) -> None:
         """A peer sent a message.
 
         Args:
             descriptor: file descriptor of its connection.
-            key: its CURVE public key, hexadecimal; empty if none is required, and then there is no limit by key.
+            key: its public key, hexadecimal; empty if none is required, and then there is no limit by key.
         """
         with self._lock:
             if descriptor not in self._unheard and descriptor not in self._keys_heard:
                 return  # closed in the meantime
-            self._forget(descriptor)
+            if self._keys_heard.get(descriptor, key) != key:  # of a connection that is closed
+                self._forget(descriptor)
+            self._unheard.pop(descriptor, None)
+            self._messages[descriptor] += 1
             self._keys_heard[descriptor] = key
             of_key = self._heard.setdefault(key, {})
+            of_key.pop(descriptor, None)
             of_key[descriptor] = None
-            oldest = next(iter(of_key)) if key and len(of_key) > PER_KEY else None
-            if oldest is not None:
+            oldest = None
+            if key and len(of_key) > PER_KEY:
+                oldest = next((each for each in of_key if each not in self._kept), next(iter(of_key)))
                 self._forget(oldest)
         if oldest is not None:
             self.shut(oldest)
 
+    def keep(self, descriptor: int) -> None:
+        """A peer has completed a handshake; close its connection after those of its key that have not."""
+        with self._lock:
+            if descriptor in self._keys_heard:
+                self._kept.add(descriptor)
+
     def _forget(self, descriptor: int) -> None:
         self._unheard.pop(descriptor, None)
+        self._kept.discard(descriptor)
+        self._messages.pop(descriptor, None)
+        self._marks.pop(descriptor, None)
         if (key := self._keys_heard.pop(descriptor, None)) is not None:
             del self._heard[key][descriptor]
             if not self._heard[key]:
@@ -134,8 +162,12 @@ class ConnectionAdmission:
         poller = zmq.Poller()
         for each in (self._monitor, self._zap, self._wakes):
             poller.register(each, zmq.POLLIN)
+        watched = time.monotonic()
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(None if self._gate is None else _WATCH_MS))
+            if self._gate is not None and time.monotonic() - watched >= _WATCH_MS / 1000:
+                self._end_endless()
+                watched = time.monotonic()
             if self._wakes in ready:
                 return
             if self._zap in ready:
@@ -143,28 +175,27 @@ class ConnectionAdmission:
             if self._monitor in ready:
                 self._watch()
 
+    def _end_endless(self) -> None:
+        """End the connections that bring too much without a whole message."""
+        with self._lock:
+            counts = {each: self._messages[each] for each in (*self._unheard, *self._keys_heard)}
+        for descriptor, count in counts.items():
+            received = _received(descriptor)
+            with self._lock:
+                before = self._marks.get(descriptor, (0, 0))
+                if count > before[0] and descriptor in self._keys_heard:  # otherwise closed in the meantime
+                    self._marks[descriptor] = (count, received)
+                most = self._max_message if descriptor in self._kept else _PARTIAL
+            if count == before[0] and received - before[1] > most:
+                self.shut(descriptor)
+
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Answer a request of the ZeroMQ Authentication Protocol (ZAP, rfc.zeromq.org/spec/27)."""
-        number, address, public = request[1], printable(request[3].decode(errors="replace")), request[-1]
-        admitted = self._keys is None or (len(public) == 32 and self._keys.admits(public))
-        if not admitted:
-            self._refuse(address, public)
-        user = public.hex().encode() if admitted and self._keys is not None else b""
-        return [b"1.0", number, b"200" if admitted else b"400", b"", user, b""]
-
-    def _refuse(self, address: str, public: bytes) -> None:
-        assert self._keys is not None  # noqa: S101 - without keys everyone is admitted
-        claim = self._keys.claimed(public)
-        if claim is None:
-            self._unknown[address] = public
-            self.refused.append(f"{address}: a key that is not accepted")
-            return
-        name, sign = claim
-        unknown, known = self._unknown.get(address), ""
-        with contextlib.suppress(ValueError, TypeError):  # not a point of the curve
-            if unknown:
-                known = f", with the unknown key {_fingerprint(unknown, sign)}; `fedmq keys accept` accepts its request"
-        self.refused.append(f"{address}: claims to be {name}{known}")
+        number, address, credentials = request[1], printable(request[3].decode(errors="replace")), request[6:]
+        verdict = Verdict(ADMITTED) if self._gate is None else self._gate.judge(*credentials)
+        if verdict.why:
+            self.refused.append(f"{address}: {verdict.why}")
+        return [b"1.0", number, verdict.status, b"", verdict.key.encode(), b""]
 
     def _watch(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart())
@@ -180,6 +211,9 @@ class ConnectionAdmission:
             self.shut(each)
 
 
-def _fingerprint(public: bytes, sign: int) -> str:
-    key = ed25519_of(public, sign)
-    return f"SHA256 {fingerprint(key)} ({words(key)})"
+def _received(descriptor: int) -> int:
+    """Bytes that a TCP connection has received; 0 if it is closed."""
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
+        (received,) = _TCP_INFO.unpack(connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO.size))
+        return int(received)
+    return 0

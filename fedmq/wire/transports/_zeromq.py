@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import ConnectionAdmission
 from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number, check_sendable
-from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys, curve_public, curve_secret, public_of
+from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
 #: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
@@ -43,6 +44,7 @@ _HANDSHAKE_MS = 10_000
 _MOST_FRAMES = 64
 #: Peers whose connections are remembered, to end them.
 _MAX_DESCRIPTORS = 1 << 14
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -104,6 +106,11 @@ class ZeroMQListener(Listener):
             self._admission.shut(self._descriptors.pop(peer))
 
     @override
+    def keep(self, peer: bytes) -> None:
+        if self._admission is not None and peer in self._descriptors:
+            self._admission.keep(self._descriptors[peer])
+
+    @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
         return put(self._socket, [peer, *check_sendable(frames)])
 
@@ -142,7 +149,6 @@ class ZeroMQConnection(Connection):
         self.uri, self._name, self._make, self._ipv6, self._watched = uri, name, make, ipv6, watched
         self._keys, self._redial = keys, False
         self._refusal: ConnectionRefusal | None = None
-        self._claim: zmq.Socket[bytes] | None = None
         self._context = context
         self._monitor: zmq.Socket[bytes] | None = None
         self._established = 0
@@ -155,11 +161,13 @@ class ZeroMQConnection(Connection):
     def _begin(self) -> None:
         """Make the socket, and connect it."""
         self._socket = self._make(self._ipv6, self._keys)
+        self._tried, self._admitted, self._broken = 0, False, False
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
         if self._watched:
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILURES)
+            self._monitor = self._socket.get_monitor_socket(_EVENTS | _FAILURES)
+            self._poller.register(self._monitor, zmq.POLLIN)
         try:
             self._socket.connect(self._name)
         except zmq.ZMQError as error:
@@ -168,14 +176,33 @@ class ZeroMQConnection(Connection):
 
     @override
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
-            os.read(self._wakes, 4096)
+        if timeout_s != 0:
+            self._wait(timeout_s)
         received = _received(self._socket, FRAMES)
+        if received is None and self._broken:
+            time.sleep(_RECONNECT_MS[0] / 1000)  # as long as ZeroMQ would wait; the last messages may still arrive
+            received = _received(self._socket, FRAMES)
+            if received is None:
+                self.reconnect()
         if received is None:
             return None
         frames, number = received
         check_number(number)
         return [frame.buffer for frame in frames]
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait for a message, a call of :meth:`wake` or a connection that needs a new ticket."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ready = dict(self._poller.poll(_milliseconds(left)))
+            if self._wakes in ready:
+                os.read(self._wakes, 4096)
+            if self._monitor not in ready or self._socket in ready or self._wakes in ready:
+                return
+            self._read_monitor()
+            if self._broken:
+                return
 
     @override
     def wake(self) -> None:
@@ -223,27 +250,28 @@ class ZeroMQConnection(Connection):
 
     def _read_monitor(self) -> None:
         while self._monitor is not None and self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            event, value = message["event"], message["value"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
-                self._refusal = None
-            elif self._keys is None:
-                continue
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._refusal, self._redial = ConnectionRefusal.REFUSED, True
-                self._say_name(self._keys)
-            else:
-                self._refusal = ConnectionRefusal.FOREIGN
+                self._admitted, self._broken, self._refusal = True, False, None
+            elif self._keys is not None:
+                self._on_trouble(event, value)
 
-    def _say_name(self, keys: ConnectionKeys) -> None:
-        """Present the claim key, so that the coordinator's log names the process whose key it refused."""
-        if self._claim is not None:
-            self._claim.close(0)
-        assert self._context is not None  # noqa: S101 - only memory:// shares contexts, and it takes no keys
-        self._claim = self._context.socket(zmq.DEALER)
-        self._claim.setsockopt(zmq.IPV6, int(self._ipv6))
-        _present(self._claim, keys.claim, keys)
-        self._claim.connect(self.uri)
+    def _on_trouble(self, event: int, value: int) -> None:
+        """Note why a connection with a ticket is not admitted, or that it broke and needs a new one."""
+        match event:
+            case zmq.EVENT_CONNECTED:
+                self._tried += 1
+            case zmq.EVENT_DISCONNECTED if self._admitted:
+                self._broken = True
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH if self._tried > 1:
+                self._broken = True  # the ticket was used before
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                refused = ConnectionRefusal.FOREIGN if value == int(FOREIGN) else ConnectionRefusal.REFUSED
+                self._refusal, self._redial = refused, True
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._refusal = ConnectionRefusal.FOREIGN
 
     def _end_monitor(self) -> None:
         if self._monitor is not None:
@@ -254,9 +282,6 @@ class ZeroMQConnection(Connection):
     @override
     def close(self) -> None:
         self._end_monitor()
-        if self._claim is not None:
-            self._claim.close(0)
-            self._claim = None
         with self._lock:
             if self._open:
                 os.close(self._wakes)
@@ -290,10 +315,9 @@ def bind(
     used: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
     socket, context = _socket(used, zmq.ROUTER, max_frame, queue, ipv6=ipv6), None if endpoint else used
     if keys is not None:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret(keys.key))
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, b"fedmq")
-    admission = None if context is None else ConnectionAdmission(socket, context, keys)
+    admission = None if context is None else ConnectionAdmission(socket, context, keys, max_frame)
     # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -326,18 +350,12 @@ def dial(
     def made(ipv6: bool, keys: ConnectionKeys | None) -> zmq.Socket[bytes]:
         socket = _socket(context, zmq.DEALER, max_frame, queue, ipv6=ipv6)
         if keys is not None:
-            _present(socket, curve_secret(keys.key), keys)
+            socket.setsockopt(zmq.PLAIN_USERNAME, keys.name.encode())
+            socket.setsockopt(zmq.PLAIN_PASSWORD, keys.ticket(time.time()))
         return socket
 
     name, own = (endpoint.name, None) if endpoint else (uri, context)
     return ZeroMQConnection(made, own, uri, name, ipv6=ipv6, watched=endpoint is None, keys=keys)
-
-
-def _present(socket: zmq.Socket[bytes], secret: bytes, keys: ConnectionKeys) -> None:
-    """Set the CURVE keys of a connecting socket."""
-    socket.setsockopt(zmq.CURVE_SERVERKEY, curve_public(keys.listener))
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, public_of(secret))
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:

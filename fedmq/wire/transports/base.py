@@ -18,7 +18,7 @@ from typing import TypeVar
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.codec import MAX_BODY, BytesLike
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports.curve_keys import ConnectionKeys
+from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
 FRAMES = 2
@@ -64,6 +64,9 @@ class Listener(ABC):
 
     def cut(self, peer: bytes) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """End the connection of a peer, which may then connect again."""
+
+    def keep(self, peer: bytes) -> None:  # noqa: B027 - likewise
+        """A peer has completed a handshake: if its key has too many connections, those without one are closed."""
 
     @abstractmethod
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:

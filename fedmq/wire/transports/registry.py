@@ -12,8 +12,8 @@ from importlib.metadata import entry_points
 from fedmq.errors import InputError
 from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
-from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys
 from fedmq.wire.transports.shared_connections import SHARED, SharedConnection, SharedListener
+from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
 
 #: Entry point group of installed packages.
 GROUP = "fedmq.transports"

@@ -8,7 +8,7 @@ import socket
 from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
 from fedmq.wire.transports.base import Connection, Listener, Transport
-from fedmq.wire.transports.curve_keys import ConnectionKeys, ListenerKeys
+from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
 
 _FORM = "tcp://HOST:PORT"
 _TCP = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+|\*):(\d{1,5}|\*)")

@@ -118,7 +118,7 @@ def simulate(
     logs: LogOptions | None = None,
     sites: Mapping[str, Site] | None = None,
 ) -> Simulated:
-    """Run a scenario with real processes, on this machine or on those of a cluster.
+    """Run a scenario with real processes, on this machine or on those of a cluster; without a report.
 
     Args:
         run: the run; its data have been prepared.

@@ -176,8 +176,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
 
 def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
-    # safetensors refuses tensors that share memory, as views of one buffer do.
-    write_tensors(path, {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
+    write_tensors(path, tensors)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, build_population, device_of
-from fedmq.packages import MissingPackageError, __version__
+from fedmq.packages import __version__
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
 from fedmq.runs.results import read_metrics
@@ -43,7 +43,6 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine, RunSummary
 from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
-from fedmq.text import print_line
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
@@ -77,6 +76,7 @@ class CoordinatorArguments:
             :mod:`fedmq.wire.transports.shared_connections`.
         logs: options of the log for operators; None for no log.
         metrics_port: port on 127.0.0.1 for Prometheus; None for no endpoint.
+        report: write ``report.html`` of the run's records; false where the parent writes one that shows more.
     """
 
     run: ResolvedRun
@@ -89,6 +89,7 @@ class CoordinatorArguments:
     stop_silos: bool = False
     logs: LogOptions | None = None
     metrics_port: int | None = None
+    report: bool = False
 
     @property
     def scenario(self) -> Scenario:
@@ -181,14 +182,6 @@ def run_coordinator(
         if arguments.metrics_port is not None:
             closing.callback(prometheus.serve(arguments.metrics_port, process.latest))
         return process.run(data, setting, saved)
-
-
-def _write_report(run_context: RunContext) -> None:
-    """Write report.html, or say why there is none on a machine that has no package for it."""
-    try:
-        run_report.write(run_context.folder, run_context.protocol.REPORTED)
-    except MissingPackageError as error:
-        print_line(f"warning: {error}; or run fedmq report {run_context.folder.root} where it is installed")
 
 
 def _ended(
@@ -417,7 +410,9 @@ class _Process:
                 finally:
                     # Only now: the message carries the log's head, which anchors the results in the peers' logs.
                     self._dismiss(loop, 0.0 if self.arguments.stop_silos else BEAT_SECONDS)
-                _write_report(run_context)
+                if self.arguments.report:
+                    with run_report.warned_without_packages(run_context.folder):
+                        run_report.write(run_context.folder, run_context.protocol.REPORTED)
                 return _ended(self.log, self.roster, phase, summary, loop.phase_cause)
             roster, admission = self.roster, self.admission
             if (

@@ -5,7 +5,7 @@ The folder is enough to build and apply the model; it needs neither the run fold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,9 @@ from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, wr
 from fedmq.wire.codec import digest
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.payloads import Metrics, Payload
+
+#: Permissions of released files, before the umask.
+_PUBLIC = 0o666
 
 
 def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
@@ -112,10 +115,10 @@ def write_model(
     """
     layout, folder, scenario = run_context.context.layout, run_context.folder.model, run_context.scenario
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
-    write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
+    write_atomically(folder / "model.safetensors", partial(write_tensors, tensors=tensors, mode=_PUBLIC))
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
-        write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
+        write_atomically(folder / f"{payload.KIND}.safetensors", partial(write_tensors, tensors=arrays, mode=_PUBLIC))
     inputs = data.inputs
     config = ReleaseConfig(
         backbone=scenario.backbone.model_dump(mode="json"),
@@ -169,14 +172,6 @@ def _frozen(scenario: Scenario, data: RunData) -> dict[str, str]:
         # The encoders then only decode images and tokenise captions; the frozen weights are applied by the model.
         digests["blocks"] = weights_digest(scenario.backbone, scenario.seed, data.cache)
     return digests
-
-
-def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file with the usual permissions; the library makes it readable by its owner only."""
-    path.touch()
-    usual = path.stat().st_mode
-    write_tensors(path, tensors)
-    path.chmod(usual)
 
 
 def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:

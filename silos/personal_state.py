@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
 from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import load_aligned, remove_unfinished, write_atomically, write_tensors
+from fedmq.storage.run_folder import bytes_of, load_aligned, remove_unfinished, write_atomically, write_tensors
 from fedmq.text import print_line, printable
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
@@ -42,7 +42,7 @@ def _digest(owner: str, tensors: Mapping[str, torch.Tensor]) -> str:
     found = blake3(f"{owner}\n".encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(bytes_of(tensor))
     return found.hexdigest()
 
 
@@ -75,16 +75,19 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 class DiskQueue:
-    """Writes states to disk in a thread, while the silos of one process compute."""
+    """Writes states to disk after their tasks.
 
-    def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
-        self._writes: deque[Future[None]] = deque()
+    Args:
+        threaded: write in a thread, while the silos of one process compute; otherwise :meth:`settle` writes.
+    """
+
+    def __init__(self, *, threaded: bool) -> None:
+        self._thread = ThreadPoolExecutor(1) if threaded else None  # starts with its first write
+        self._writes: deque[Callable[[], None]] = deque()
 
     def add(self, write: Callable[[], None]) -> None:
         """Write a state, which survives a power failure once :meth:`settle` has returned; in the order of the calls."""
-        self._thread = self._thread or ThreadPoolExecutor(1)
-        self._writes.append(self._thread.submit(write))
+        self._writes.append(write if self._thread is None else self._thread.submit(write).result)
 
     def settle(self) -> None:
         """Wait until all states are on disk.
@@ -93,7 +96,7 @@ class DiskQueue:
             DiskError: one could not be written, for any reason.
         """
         while self._writes:
-            self._writes.popleft().result()
+            self._writes.popleft()()
 
 
 class StateStore:
@@ -104,7 +107,7 @@ class StateStore:
 
     Args:
         folder: folder of this silo alone.
-        disk_queue: writes states before the coordinator's next checkpoint; None writes each before the reply.
+        disk_queue: writes states until it is settled; None writes each at once.
     """
 
     def __init__(self, folder: Path, disk_queue: DiskQueue | None = None) -> None:

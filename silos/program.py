@@ -246,6 +246,7 @@ def reply_to(
             logger.debug("training" if header.kind is Kind.TASK else "evaluating", **what)
             payloads = silo.respond(message)
             release_unused_gpu_memory()  # before the slot is released to the next silo
+        silo.disk_queue.settle()  # without the slot, which the next silo computes in meanwhile
     except fatal:
         raise
     except Exception as error:

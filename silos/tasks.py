@@ -97,6 +97,7 @@ class Silo:
         population: the data and its partition among the silos.
         model: the two towers, if silos of one process share them; None builds new ones.
         noise: source of the noise on its updates: the scenario's seed, or a secret of the silo.
+        disk_queue: writes its states, so that they are on disk once it is settled; None takes a new one.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class Silo:
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         folder, logs = RunFolder(arguments.out), arguments.logs
-        self.store = StateStore(folder.silo_state(self.facts.name), disk_queue)
+        self.disk_queue = disk_queue or DiskQueue(threaded=False)
+        self.store = StateStore(folder.silo_state(self.facts.name), self.disk_queue)
         self.epochs = self.store.epochs(self._clock)  # of the last task
         console = logs is not None and logs.console  # has the error
         shown = console and logs is not None and logs.level is LogLevel.DEBUG
@@ -174,6 +176,8 @@ class Silo:
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.
+
+        They may be sent once the silo's ``disk_queue`` is settled: then its state after the task is on disk.
 
         Raises:
             RemoteWireError: the message has a model whose layout is not this scenario's.

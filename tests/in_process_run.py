@@ -33,7 +33,7 @@ def run(
 ) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
     outcome = run_coordinator(
-        CoordinatorArguments(run_of(scenario), "inline", out, out, resume),
+        CoordinatorArguments(run_of(scenario), "inline", out, out, resume, report=True),
         stop_wanted=stop_wanted,
         peers=partial(inline_peers, run_of(scenario), RunFolder(out), None),
         order=order,

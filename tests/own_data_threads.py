@@ -109,7 +109,9 @@ class OwnRun:
         self, *, listening: Callable[[], None] = lambda: None, stop_wanted: Callable[[], bool] = lambda: False
     ) -> CoordinatorResult:
         """Run the coordinator, then wait for the others."""
-        arguments = CoordinatorArguments(self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True)
+        arguments = CoordinatorArguments(
+            self.run, self.uri, self.root / "keys", self.root / "run", stop_silos=True, report=True
+        )
         try:
             outcome = run_coordinator(
                 arguments, listening=lambda _: listening(), stop_wanted=stop_wanted, status=self.statuses.append

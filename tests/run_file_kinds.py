@@ -152,7 +152,7 @@ def _run(root: Path, *, resume: bool, until: int) -> Phase:
     """Run or resume the scenario in this process, up to a number of merges."""
     run, last = resolved_run(), RunFolder(root).checkpoints / f"version-{until:06d}"
     return run_coordinator(
-        CoordinatorArguments(run, InProcessPeers.uri, root, root, resume, None),
+        CoordinatorArguments(run, InProcessPeers.uri, root, root, resume, None, report=True),
         stop_wanted=last.exists,
         peers=partial(inline_peers, run, RunFolder(root), None),
     ).phase

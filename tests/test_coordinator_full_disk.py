@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 import fedmq.wire.message_log
 from coordinator import checkpoints
@@ -23,6 +23,7 @@ from fedmq.errors import DiskError, InputError
 from fedmq.storage import run_folder
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog, write_all
+from silos import personal_state
 from silos.personal_state import StateStore
 from silos.program import run_silo
 from silos.tasks import SiloArguments
@@ -38,6 +39,7 @@ from coordinator import checkpoints
 from fedmq.errors import DiskError, RunError
 from fedmq.federation.protocol import State
 from fedmq.storage.run_folder import write_tensors, write_atomically
+from silos import personal_state
 from silos.personal_state import StateStore
 from tests.test_storage_crashes import made
 
@@ -61,7 +63,7 @@ print(checkpoints.load(root / "run").rounds.version)
 
 
 @pytest.mark.slow
-def test_a_full_disk_reported_by_safetensors_is_a_disk_error_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_disk_error_of_every_file_of_tensors_and_leaves_no_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     checkpointed, kept, released, version = done.stdout.splitlines()
@@ -73,33 +75,20 @@ def test_a_full_disk_reported_by_safetensors_is_a_disk_error_and_leaves_no_file(
     assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
 
 
-def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: failed to write whole buffer")
-
-    monkeypatch.setattr("safetensors.torch.save_file", failing)
-    with pytest.raises(OSError, match="failed to write whole buffer"):
-        run_folder.write_tensors(tmp_path / "x", {"x": torch.zeros(1)})
-
-
 def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:
-    """Make the first ``times`` writes to paths that contain ``name`` fail as on a full disk; returns those paths."""
-    from safetensors import torch as safetensors
+    """Make the first ``times`` writes of states fail as on a full disk, if in a path with ``name``; returns them."""
+    write, refused, lock = personal_state.write_tensors, list[str](), threading.Lock()
 
-    write, refused, lock = safetensors.save_file, list[str](), threading.Lock()
-
-    def save(tensors: Any, path: Any, metadata: dict[str, str] | None = None) -> None:
+    def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         with lock:
             full = name in str(path) and len(refused) < times
             if full:
                 refused.append(str(path))
         if full:
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-        write(tensors, path, metadata)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, tensors, metadata)
 
-    monkeypatch.setattr(safetensors, "save_file", save)
+    monkeypatch.setattr(personal_state, "write_tensors", save)
     return refused
 
 

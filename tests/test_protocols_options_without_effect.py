@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config.options import without_effect
+from fedmq.config.options import parsed, without_effect
 from fedmq.config.scenario import Objective
+from fedmq.errors import InputError
 from protocols.parts import personal_adapter
 from protocols.parts.personal_model import OWN
 from tests.command_line import fedmq
@@ -22,6 +23,18 @@ from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
 
 METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Options, "OF")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    count: int = 1
+    rate: float = 1.0
+
+
+def test_a_value_that_equals_the_default_still_needs_its_type() -> None:
+    assert type(parsed(Typed, {"rate": 1}, "x").rate) is float
+    with pytest.raises(InputError, match=r"x\.count: found True"):
+        parsed(Typed, {"count": True}, "x")
 
 
 def choices(hint: Any) -> list[Any]:

@@ -128,7 +128,10 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
 
     monkeypatch.setattr(program, "release_unused_gpu_memory", lambda: told.append("given back"))
     facts, epochs = SimpleNamespace(name="silo-00"), SimpleNamespace(epochs_before=0)
-    silo: Any = SimpleNamespace(respond=respond, simulated=True, facts=facts, epochs=epochs, errors=None)
+    queue = SimpleNamespace(settle=lambda: told.append("state on disk"))
+    silo: Any = SimpleNamespace(
+        respond=respond, simulated=True, facts=facts, epochs=epochs, errors=None, disk_queue=queue
+    )
     link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
     header = SimpleNamespace(sequence=1, base_version=0, kind=Kind.TASK)
     message: Any = SimpleNamespace(header=header, task=None)
@@ -138,8 +141,10 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
     return told
 
 
-def test_a_silo_frees_its_gpu_memory_before_the_next_one_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replied(monkeypatch, None)[:2] == ["given back", "slot free"]
+def test_a_silo_frees_its_gpu_memory_before_the_next_one_may_train_and_replies_once_its_state_is_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert replied(monkeypatch, None) == ["given back", "slot free", "state on disk", "reply"]
 
 
 def test_a_failed_task_is_reported_and_the_silo_continues(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from coordinator import checkpoints
 from coordinator.checkpoints import Checkpoint
@@ -31,7 +32,7 @@ from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from silos.personal_state import StateStore
+from silos.personal_state import DiskQueue, StateStore
 from silos.tasks import Slots, slots_folder
 from tests.waiting import PATIENCE
 
@@ -219,6 +220,37 @@ def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None
     store.keep(3, {"a": torch.tensor([3.0])}, committed=2)
     kept = ["task-000000002.safetensors", "task-000000003.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+def test_the_library_reads_tensors_of_every_type_as_written_and_only_their_owner_can(tmp_path: Path) -> None:
+    flat = torch.arange(-6, 6)
+    written = {str(kind): flat.to(kind) for kind in map(torch_type, run_folder._TYPES)}
+    written |= {"scalar": torch.tensor(3.5), "none": torch.zeros(0, 4), "turned": torch.randn(3, 5).t()}
+    written |= {"view": flat[1:7].view(2, 3), "same": flat[1:7], "é\n": torch.ones(1, dtype=torch.bool)}
+    run_folder.write_tensors(tmp_path / "x", written, {"owner": "é"})
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata() == {"owner": "é"}
+    read = run_folder.load_aligned(tmp_path / "x")
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
+
+
+def torch_type(name: str) -> torch.dtype:
+    kind: torch.dtype = getattr(torch, name)
+    return kind
+
+
+def test_a_queued_state_is_on_disk_once_its_queue_is_settled_and_the_silo_has_it_at_once(tmp_path: Path) -> None:
+    for threaded in (False, True):
+        queue, folder = DiskQueue(threaded=threaded), tmp_path / str(threaded)
+        store = StateStore(folder, queue)
+        store.keep(1, {"a": torch.tensor([1.0])}, committed=0)
+        assert store.before(2)["a"].item() == 1.0
+        assert threaded or not folder.exists()
+        queue.settle()
+        assert StateStore(folder).before(2)["a"].item() == 1.0
 
 
 def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def run(
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
         outcome = run_coordinator(
-            CoordinatorArguments(made, uri, keys, out, resume, stop_silos=stop_silos),
+            CoordinatorArguments(made, uri, keys, out, resume, stop_silos=stop_silos, report=True),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )

@@ -54,7 +54,6 @@ from fedmq.cli.options import (
 from fedmq.cli.report import Live, LivePort, live_page
 from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
-from fedmq.packages import MissingPackageError
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.text import print_line, printable
 
@@ -133,10 +132,11 @@ def scenario_command(
 
 def _write_results(folder: RunFolder, summary: RunSummary, *, quiet: bool) -> None:
     from fedmq.api.results import write_report  # noqa: PLC0415
+    from fedmq.runs.report import run_report  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     write_json(folder.summary, summary.plain())
-    with contextlib.suppress(MissingPackageError):  # of which the coordinator has warned
+    with run_report.warned_without_packages(folder):
         write_report(folder, None if quiet else bar())
 
 
@@ -346,7 +346,7 @@ def coordinator_command(
     level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
     logs = _logs_of(level, log_file, log_format)
     arguments = CoordinatorArguments(
-        run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port
+        run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port, report=True
     )
     stop = until_stopped(partial(_continuing, folder, command))
     with _tracked(run, folder), _on_full_disk(folder, command):

@@ -118,7 +118,7 @@ def simulate(
     logs: LogOptions | None = None,
     sites: Mapping[str, Site] | None = None,
 ) -> Simulated:
-    """Run a scenario with real processes, on this machine or on those of a cluster.
+    """Run a scenario with real processes, on this machine or on those of a cluster; without a report.
 
     Args:
         run: the run; its data have been prepared.
@@ -165,7 +165,7 @@ def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, populat
     scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
-    evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue()
+    evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue(threaded=True)
     answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
         arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)

@@ -1,4 +1,4 @@
-"""Locks between processes of a machine, using ``filelock``.
+"""Locks between processes of a machine: ``flock``, by ``filelock`` where a lock file is made.
 
 A lock belongs to the process that acquired it, not to a forked child. The kernel releases it when the process ends,
 even by SIGKILL; the lock file stays.
@@ -6,16 +6,17 @@ even by SIGKILL; the lock file stays.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from filelock import FileLock, lock_descriptor, unlock_descriptor
+from filelock import FileLock
 
-#: Interval between attempts to acquire a lock that another process holds [s].
-_POLL = 0.05
+#: Interval between attempts to acquire a lock file that another process holds [s].
+_POLL = 0.01
 
 
 @contextmanager
@@ -33,9 +34,10 @@ def locked(path: Path) -> Iterator[None]:
 def lock(file: IO[bytes]) -> None:
     """Lock an open file exclusively, until :func:`unlock` or until it is closed; waits until it is free.
 
-    The file's content does not change, so any file can be locked, not only a lock file.
+    The file's content does not change, so any file can be locked, not only a lock file. The system wakes a process
+    that waits; ``filelock`` would have it look again at intervals, in which a slot stays idle.
     """
-    lock_descriptor(file.fileno(), poll_interval=_POLL)
+    fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def try_lock(file: IO[bytes]) -> bool:
@@ -44,12 +46,16 @@ def try_lock(file: IO[bytes]) -> bool:
     Raises:
         OSError: the file system does not support locks.
     """
-    return lock_descriptor(file.fileno(), blocking=False)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # some file systems refuse a held lock as forbidden
+        return False
+    return True
 
 
 def unlock(file: IO[bytes]) -> None:
     """Unlock a file locked by :func:`lock` or :func:`try_lock`."""
-    unlock_descriptor(file.fileno())
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_locked(path: Path) -> bool:

@@ -48,7 +48,8 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     kept = trainable(layers, silo)
     if kept == layers:
         return payload
-    change = aggregation.extract(read_only(payload.buffer), layout.part(layers), kept)
+    part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
+    change = aggregation.extract(read_only(payload.buffer), part, kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 

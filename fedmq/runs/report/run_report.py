@@ -5,6 +5,7 @@ Also several runs on one page: their results in a table, and their curves in com
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
+from fedmq.packages import MissingPackageError
 from fedmq.runs.data_records import ReportData
 from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult
@@ -43,12 +45,21 @@ from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunS
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, write_text
-from fedmq.text import counted, size_text, tensor_text
+from fedmq.text import counted, print_line, size_text, tensor_text
 from fedmq.wire.log_records import SentPayloads
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue
+
+
+@contextlib.contextmanager
+def warned_without_packages(folder: RunFolder) -> Iterator[None]:
+    """Say why a run has no report if the block needs packages that this machine does not have."""
+    try:
+        yield
+    except MissingPackageError as error:
+        print_line(f"warning: {error}; or run fedmq report {folder.root} where it is installed")
 
 
 def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:

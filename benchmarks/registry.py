@@ -34,7 +34,7 @@ class Benchmark:
     by_default: bool = True
 
 
-#: On two quiet cores they take six minutes together; each may take twice its own time.
+#: Limits are about twice the time on two quiet cores, except for the slowest, loop and estimates.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "delta": Benchmark("delta", 30),
     "rounds": Benchmark("rounds", 60),

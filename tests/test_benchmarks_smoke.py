@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import psutil
 import pytest
 
 from benchmarks import __main__ as command
@@ -21,7 +22,7 @@ from benchmarks.peers import comparison
 from benchmarks.registry import BENCHMARKS, run_one
 from fedmq.launch.forkserver import warm_up
 from tests.command_line import completed
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,18 @@ def test_a_benchmark_that_exceeds_its_limit_is_ended_and_named_and_the_next_one_
     assert "delta: took longer than its limit of 0 s" in capsys.readouterr().out
     assert late["failed"] and not late["numbers"]
     assert next_one["numbers"] and not next_one["failed"]
+
+
+def test_a_command_that_is_ended_ends_the_benchmark_that_runs(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks", "--only", "soak", "--json", str(tmp_path / "numbers.json")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as started:
+        command_itself = psutil.Process(started.pid)
+        wait_for(lambda: len(command_itself.children()) == 2)  # the tracker of multiprocessing and the benchmark
+        family = command_itself.children(recursive=True)
+        started.terminate()
+        assert started.wait(PATIENCE) == 143
+    _, alive = psutil.wait_procs(family, PATIENCE)
+    assert not alive
 
 
 def test_results_are_kept_in_a_new_file_with_the_machine(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -61,6 +62,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results; default: a new one in bench/")
     arguments = parser.parse_args()
+    # As an exception, at which the benchmark that runs is killed with its processes, as at Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A file or a pipe has no width of its own; 80 columns would break the names of what was measured.
     console = Console(width=None if sys.stdout.isatty() else 130)
     about, until = machine(), time.monotonic() + 60 * arguments.minutes

@@ -153,7 +153,8 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         scenario = roster_scenario(folder, roster)
-        summary = simulated(scenario, folder / "run", "silos.hosts=4", limit_s=max(limit_s, 1.0))
+        settings = ("silos.hosts=4", "training.batch_size=128")
+        summary = simulated(scenario, folder / "run", *settings, limit_s=max(limit_s, 1.0))
         return Point(
             size,
             loop_seconds(folder / "run") / roster.rounds,

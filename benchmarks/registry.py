@@ -34,7 +34,7 @@ class Benchmark:
     by_default: bool = True
 
 
-#: On two quiet cores they take six minutes together; each may take twice its own time.
+#: Limits are about twice the time on two quiet cores, except for the slowest, loop and estimates.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "delta": Benchmark("delta", 30),
     "rounds": Benchmark("rounds", 60),
@@ -68,15 +68,25 @@ def run_limited(name: str, smoke: bool, limit_s: float, file: Path) -> Result:
     """Run a benchmark in a process of its own, which is killed with all its descendants at its time limit."""
     process = _CONTEXT.Process(target=_run_alone, args=(name, smoke, file))
     process.start()
-    process.join(limit_s)
-    if process.exitcode is None:
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        for running in descendants:
-            with suppress(psutil.Error):
-                running.kill()
-        process.join()
-        return Result(name, (), failed=f"took longer than its limit of {limit_s:g} s")
+    late = True
+    try:
+        process.join(limit_s)
+        late = process.exitcode is None
+    finally:
+        if late:  # or this command is being ended
+            _kill(process.pid)
+            process.join()
+    if late:
+        return Result(name, (), failed=f"took longer than its limit of {limit_s:.0f} s")
     if process.exitcode:
         return Result(name, (), failed=f"ended with exit code {process.exitcode}; the reason is printed above")
     return _RESULT.validate_json(file.read_bytes())
+
+
+def _kill(pid: int | None) -> None:
+    """Kill a process and all its descendants."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for running in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                running.kill()

@@ -110,4 +110,5 @@ def run(*, smoke: bool = False) -> Result:
             Number(f"private memory of {name}, last fifth", last, "MB"),
             Number(f"growth of {name}", 100 * (last / first - 1), "%", "within 5"),
         ]
-    return Result("A day with churn", tuple(numbers), (f"{len(memory.samples)} samples, one per second",))
+    note = f"a virtual day of {SILOS} silos with churn, {len(memory.samples)} samples of memory, one per second"
+    return Result("soak", tuple(numbers), (note,))

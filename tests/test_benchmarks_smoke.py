@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import psutil
 import pytest
 
 from benchmarks import __main__ as command
@@ -21,7 +22,7 @@ from benchmarks.peers import comparison
 from benchmarks.registry import BENCHMARKS, run_one
 from fedmq.launch.forkserver import warm_up
 from tests.command_line import completed
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +77,13 @@ def test_the_gpu_benchmark_rehearses_every_step_on_the_cpu(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     text = table.read_text()
     assert "Left out" not in text
-    for row in ("relative difference", "a plain PyTorch loop", "rcsr_mr50_clip", "four silos on one GPU, 4 at a time"):
+    for row in (
+        "relative difference",
+        "a plain PyTorch loop",
+        "rcsr_mr50_clip",
+        "4 at a time to 1: time",
+        "A rehearsal without a GPU",
+    ):
         assert row in text, text
 
 
@@ -86,7 +93,7 @@ def test_a_step_of_the_gpu_benchmark_that_fails_is_named_and_fails_the_command(
     from benchmarks import gpu  # OpenCLIP takes seconds to import
 
     assert code_of(monkeypatch, gpu, "--smoke", "--minutes", "0") == 1
-    assert capsys.readouterr().out.count("Left out: ") == 4
+    assert capsys.readouterr().out.count("Left out: ") == 5
 
 
 def test_a_benchmark_that_exceeds_its_limit_is_ended_and_named_and_the_next_one_runs(
@@ -100,6 +107,18 @@ def test_a_benchmark_that_exceeds_its_limit_is_ended_and_named_and_the_next_one_
     assert "delta: took longer than its limit of 0 s" in capsys.readouterr().out
     assert late["failed"] and not late["numbers"]
     assert next_one["numbers"] and not next_one["failed"]
+
+
+def test_a_command_that_is_ended_ends_the_benchmark_that_runs(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "benchmarks", "--only", "soak", "--json", str(tmp_path / "numbers.json")]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as started:
+        command_itself = psutil.Process(started.pid)
+        wait_for(lambda: len(command_itself.children()) == 2)  # the tracker of multiprocessing and the benchmark
+        family = command_itself.children(recursive=True)
+        started.terminate()
+        assert started.wait(PATIENCE) == 143
+    _, alive = psutil.wait_procs(family, PATIENCE)
+    assert not alive
 
 
 def test_results_are_kept_in_a_new_file_with_the_machine(

@@ -122,6 +122,18 @@ def test_a_damaged_array_in_the_cache_is_a_one_line_error(made: Prepared, name: 
             load_silo_dataset(again, [0], image=True, text=True)
 
 
+@pytest.mark.parametrize("kept", [None, "", '{"sha256": "0"}'])
+def test_the_digest_of_the_content_is_computed_once_and_again_if_its_file_is_damaged(
+    made: Prepared, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = made.content
+    if kept is not None:
+        (made.folder / "content.json").write_text(kept)
+        assert open_prepared(made.folder).content == content
+    monkeypatch.setattr(Prepared, "_content", lambda _: pytest.fail("computed again"))
+    assert open_prepared(made.folder).content == content
+
+
 def test_feature_files_and_the_features_backbone_require_each_other(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"backbone\.name.*lite with data\.name features"):
         prepare(write(tmp_path / "set.npz"), Backbone(name="lite"), tmp_path / "cache")

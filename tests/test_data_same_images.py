@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from fedmq.config.scenario import Backbone, Data
+from fedmq.data import splits
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.data.readers.features import read_features
-from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split, first_of_equals
+from fedmq.data.splits import SPLITS, Draw, draw_parts, draw_split, first_of_equals, same_rows
 from fedmq.errors import InputError
 from fedmq.launch.data_check import check_raw
 from fedmq.seeds import numpy_generator
@@ -112,6 +113,22 @@ def test_a_split_of_different_images_is_the_one_that_was_always_drawn(n: int, se
     assert set(np.flatnonzero(split == 2)) == set(order[:test])
     assert set(np.flatnonzero(split == 1)) == set(order[test : test + n // 10])
     assert (split == draw_split(n, seed)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([np.float32, np.uint8, np.float16, np.bool_]), st.integers(0, 11))
+def test_rows_are_the_same_if_their_bytes_are_and_rows_of_zeros_never_are(seed: int, dtype: type, width: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = generator.integers(0, 2, (generator.integers(0, 40), width, 2)).astype(dtype)
+    if rows.dtype.kind == "f":
+        rows *= generator.choice(np.array([-1, 1, np.nan], dtype), rows.shape)
+    expected = first_of_equals(row.tobytes() if row.any() else number for number, row in enumerate(rows))
+    assert same_rows(rows).tolist() == expected.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "_CHUNK_BYTES", 7)
+        assert same_rows(rows[::-1][::-1]).tolist() == expected.tolist()
+        patch.setattr(splits, "_weighted", lambda part: np.zeros(len(part), np.uint64))  # every sum is equal by chance
+        assert same_rows(rows).tolist() == expected.tolist()
 
 
 def test_one_image_for_all_items_cannot_be_split(tmp_path: Path) -> None:

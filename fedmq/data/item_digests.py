@@ -24,7 +24,7 @@ from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, mapped
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS
-from fedmq.errors import InputError
+from fedmq.errors import FedmqError, InputError
 from fedmq.storage.run_folder import write_atomically
 from fedmq.text import Progress, tell
 
@@ -46,7 +46,7 @@ def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: boo
     """
     parts = [0, *([1] if image else []), *([2] if text else [])]
     digest = hashlib.sha256(f"fedmq data\0{run}\0".encode())
-    digest.update(np.ascontiguousarray(items[:, parts]).data)
+    digest.update(np.ascontiguousarray(items if len(parts) == items.shape[1] else items[:, parts]).data)
     return digest.hexdigest()
 
 
@@ -65,7 +65,7 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
     with suppress(InputError):
         found: ItemDigests = mapped(path)
         if found.shape == (prepared.n, 3, 32) and found.dtype == np.uint8:
-            return np.array(found)
+            return found
     rows = _of_features(prepared) if prepared.meta.source.get("weights") is None else _of_raw(prepared, data)
     on_progress = tell(progress, "items digested", prepared.n)
     digests = np.zeros((prepared.n, 3, 32), np.uint8)
@@ -73,7 +73,7 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
         digests[row] = [list(each) for each in (head, image, text)]
         if row + 1 == prepared.n or not (row + 1) % _REPORTED:
             on_progress(row + 1)
-    with suppress(OSError):  # a read-only cache
+    with suppress(FedmqError):  # a read-only cache
         write_atomically(path, lambda temporary: _save(temporary, digests))
     return digests
 

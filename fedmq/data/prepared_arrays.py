@@ -3,9 +3,9 @@
 A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [N, ...] with the captions of all items one after the
 other, ``captions.npy`` int64 [n], ``split.npy`` uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels),
 ``present.npy`` bool [n, 2] (if an item lacks its image or its captions, which are then one row of zeros),
-``keys.json``, ``column.json`` (if the partition needs it) and ``meta.json``. Features are always float32: torch trains
-in float32, and converting once is cheaper than converting every batch. The folder is named by the digest of its sources
-and is created atomically by a rename.
+``keys.json``, ``column.json`` (if the partition needs it), ``meta.json`` and, once it was needed, ``content.json``.
+Features are always float32: torch trains in float32, and converting once is cheaper than converting every batch. The
+folder is named by the digest of its sources and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +27,11 @@ from fedmq.data.labels import counts_of
 from fedmq.data.splits import SPLITS, split_line
 from fedmq.data.warnings import NOTHING, DataWarnings, of_heldout_labels, of_labels, of_spellings, sentences
 from fedmq.encoders.base import InputSpec
-from fedmq.errors import InputError
+from fedmq.errors import FedmqError, InputError
 from fedmq.storage.cache import key_of
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.regular_files import check_regular, read_regular
+from fedmq.storage.run_folder import write_text
 
 #: Maximum size of a file [bytes].
 _MOST_BYTES = 1 << 50
@@ -76,6 +78,12 @@ class PreparedMeta(Stored):
     ignored: list[str] = Field(default_factory=list)
 
 
+class _Content(Stored):
+    """``content.json``: :attr:`Prepared.content`."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
 Array = npt.NDArray[Any]
 #: bool [n, 2]: whether each item has an image, and whether it has captions.
 Present = npt.NDArray[np.bool_]
@@ -110,7 +118,18 @@ class Prepared:
         These are item keys, caption counts, labels and splits, and the content of a file of features. Extracted
         features are excluded: their floating-point rounding differs between machines. :attr:`digest` does depend on
         the machine, as it identifies images by size and modification time.
+
+        Computed once and kept in the folder: every process of a run needs it.
         """
+        path = self.folder / "content.json"
+        with suppress(InputError):
+            return read_json(path, _Content, _AGAIN).sha256
+        found = _Content(sha256=self._content())
+        with suppress(FedmqError):  # a read-only cache
+            write_text(path, json.dumps(found.plain()))
+        return found.sha256
+
+    def _content(self) -> str:
         facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
         digest = hashlib.sha256(json.dumps(facts).encode())
         for part in (self.captions, self.split, self.labels, self.present if self.unpaired else None):

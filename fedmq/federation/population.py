@@ -317,9 +317,10 @@ def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: Ru
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
-    excluded = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
-    outside = np.concatenate([prepared.rows(each) for each in excluded])
-    return np.setdiff1d(np.flatnonzero(np.asarray(prepared.present).all(axis=1)), outside)
+    kept: npt.NDArray[np.bool_] = np.all(prepared.present, axis=1)
+    for each in (scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])):
+        kept[prepared.rows(each)] = False
+    return np.flatnonzero(kept)
 
 
 def _partition(

@@ -482,6 +482,13 @@ def test_a_configuration_that_cannot_be_built_or_does_not_fit_its_weights_is_ref
     assert "\n" not in str(refused.value)
 
 
+def test_a_configuration_is_read_in_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "model.json"
+    config.write_text(json.dumps(clip_weights.config_of("RN50")))
+    monkeypatch.setattr("fedmq.encoders.foreign_weights.read_json", None)  # in this process
+    assert clip_weights.config_of(str(config))["embed_dim"] == 1024
+
+
 @pytest.mark.parametrize("damage", ["missing", "shape", "unknown"])
 def test_a_damaged_tower_in_the_cache_is_one_error_that_says_what_to_delete(tmp_path: Path, damage: str) -> None:
     sizes = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import open_clip
 import safetensors
@@ -15,18 +15,16 @@ import torch
 from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip.convert import convert_state_dict
 from open_clip.model import CLIP, CustomTextCLIP, convert_to_custom_text_state_dict
-from pydantic import Field
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES
-from fedmq.encoders.foreign_weights import state_of
+from fedmq.encoders.foreign_weights import config_in, state_of
 from fedmq.errors import InputError, RunError
 from fedmq.seeds import derive
 from fedmq.storage import quarantine
 from fedmq.storage.cache import build_once, file_digest, key_of
-from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.locks import locked
 
 # In checkpoints, but not part of either tower.
@@ -35,23 +33,6 @@ SCALES = ("logit_scale", "logit_bias")
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 # In old checkpoints; the model computes or does not need them.
 IGNORED = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
-
-
-_Layers = Annotated[int, Field(gt=0, le=1000)]
-
-
-class _Tower(Stored):
-    """The part of a model's configuration on one tower."""
-
-    layers: _Layers | list[_Layers] | None = None
-
-
-class _Config(Stored):
-    """A model's configuration."""
-
-    embed_dim: int
-    vision_cfg: _Tower
-    text_cfg: _Tower
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -65,7 +46,8 @@ def config_of(name: str) -> dict[str, Any]:
             supported.
     """
     if name.endswith(".json"):
-        config: Mapping[str, Any] = read_json(Path(name), _Config, "a configuration of an open_clip model").plain()
+        files, allowed = [Path(name)], "a configuration of an open_clip model"
+        config: Mapping[str, Any] = quarantine.read(config_in, files[0], place=name, allowed=allowed, files=files)
     else:
         known = open_clip.list_models()
         if name not in known:

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from fedmq.packages import package
+from fedmq.storage.json_files import Stored, read_json
+
+_Layers = Annotated[int, Field(gt=0, le=1000)]
+
+
+class _Tower(Stored):
+    """The part of a model's configuration on one tower."""
+
+    layers: _Layers | list[_Layers] | None = None
+
+
+class _Config(Stored):
+    """A model's configuration."""
+
+    embed_dim: int
+    vision_cfg: _Tower
+    text_cfg: _Tower
+
+
+def config_in(path: str) -> dict[str, Any]:
+    """The configuration of an open_clip model in a .json file."""
+    return read_json(Path(path), _Config, "a configuration of an open_clip model").plain()
 
 
 def state_of(path: str) -> dict[str, Any]:

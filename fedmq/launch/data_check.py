@@ -38,7 +38,7 @@ from fedmq.errors import InputError
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import SiloFacts
-from fedmq.launch.preparation import check_data, to_extract
+from fedmq.launch.preparation import check_data, planned
 from fedmq.packages import MissingPackageError
 from fedmq.text import Progress, tell
 
@@ -424,18 +424,21 @@ def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
     """
     scenario = run.scenario
     data, backbone = scenario.dataset, scenario.backbone
+    known: extract.ExtractionPlan | Path
     if data.name in ("openmoji", "features") or backbone.name == "features":
-        facts = _prepared_facts(data.name, build_population(scenario, progress), progress)
+        population = build_population(scenario, progress)
+        known, facts = population.prepared.folder, _prepared_facts(data.name, population, progress)
         facts = replace(facts, published=_published(data, facts.items, len(facts.labels)))
     else:
         facts = check_raw(data, progress)
         if not facts.usable:
             return facts
-        if to_extract(scenario, progress) is None:
-            prepared = _prepared_facts(data.name, build_population(scenario, progress), progress)
+        if isinstance(known := planned(scenario, progress), Path):
+            population = build_population(scenario, progress, folder=known)
+            prepared = _prepared_facts(data.name, population, progress)
             facts = replace(facts, **{name: getattr(prepared, name) for name in _FROM_FEATURES})
     try:
-        check_data(run, progress)
+        check_data(run, progress, known)
     except InputError as error:
         return replace(facts, problems=(*facts.problems, str(error)), usable=False)
     return facts

@@ -31,7 +31,7 @@ from fedmq.errors import FedmqError, InputError
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.preflight import FirstStep, sent_payloads
-from fedmq.launch.preparation import to_extract
+from fedmq.launch.preparation import planned
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.status import Status
@@ -209,11 +209,11 @@ def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
     scenario = run.scenario
     yield from _what(run)
 
-    if to_extract(scenario, progress) is not None:
+    if not isinstance(known := planned(scenario, progress), Path):
         yield "features: not extracted yet, so the silos' items, time and traffic are not known; the run, or"
         yield "  fedmq data features FILE, extracts them"
         return
-    population = build_population(scenario, progress, pooled=run.pooled)
+    population = build_population(scenario, progress, folder=known, pooled=run.pooled)
     yield from _who(population)
     yield from _estimates(run, population)
 
@@ -225,9 +225,9 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
         InputError: the scenario cannot run on its data, or its features are not extracted yet.
         FedmqError: a task failed.
     """
-    if to_extract(run.scenario, progress) is not None:
+    if not isinstance(known := planned(run.scenario, progress), Path):
         raise InputError("--check --json", "features that are not extracted yet", "first `fedmq data features FILE`")
-    return asdict(estimate(run, build_population(run.scenario, progress, pooled=run.pooled)))
+    return asdict(estimate(run, build_population(run.scenario, progress, folder=known, pooled=run.pooled)))
 
 
 def _what(run: ResolvedRun) -> Iterator[str]:

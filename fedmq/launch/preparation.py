@@ -14,6 +14,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data import extract
 from fedmq.data.extract import ExtractionPlan
+from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import save_arrays, save_present
 from fedmq.data.splits import SPLITS
 from fedmq.errors import FedmqError, InputError, RunError
@@ -100,16 +101,26 @@ def population_here(run: ResolvedRun, progress: Progress | None) -> Path:
 _WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
 
 
-def to_extract(scenario: Scenario, progress: Progress | None) -> ExtractionPlan | None:
-    """What a run would still extract from its data; None if the cache or a file has the features."""
+def planned(scenario: Scenario, progress: Progress | None) -> ExtractionPlan | Path:
+    """What a run would still extract from its data; their folder if the cache or a file has the features.
+
+    Raises:
+        InputError: the data cannot be read.
+    """
     if scenario.backbone.name == "features":
-        return None
+        return prepare(scenario.dataset, scenario.backbone, None, scenario.seed, progress).folder
     made = extract.plan(scenario.dataset, scenario.backbone, cache_folder(), scenario.seed, progress=progress)
-    return None if (cache_folder() / "data" / made.digest).is_dir() else made
+    folder = cache_folder() / "data" / made.digest
+    return folder if folder.is_dir() else made
 
 
-def check_data(run: ResolvedRun, progress: Progress | None) -> None:
+def check_data(run: ResolvedRun, progress: Progress | None, known: ExtractionPlan | Path | None = None) -> None:
     """Refuse a run whose data do not suffice, without extracting features.
+
+    Args:
+        run: the run.
+        progress: called with (what, done, total) during long steps.
+        known: what :func:`planned` says, if it was asked already.
 
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
@@ -117,10 +128,11 @@ def check_data(run: ResolvedRun, progress: Progress | None) -> None:
     scenario = run.scenario
     if scenario.data is None:
         return
-    if (made := to_extract(scenario, progress)) is not None:
-        refuse_before_extraction(run, made)
+    known = planned(scenario, progress) if known is None else known
+    if isinstance(known, Path):
+        _can_start(scenario, build_population(_on_cpu(scenario), progress, folder=known, pooled=run.pooled))
     else:
-        _can_start(scenario, build_population(_on_cpu(scenario), progress, pooled=run.pooled))
+        refuse_before_extraction(run, known)
 
 
 def _can_start(scenario: Scenario, population: Population) -> None:

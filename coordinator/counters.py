@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ from fedmq.runs.run_records import UnusableReplies
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.storage.json_files import Amount, Count
 from fedmq.text import printable
-from fedmq.wire.payloads import DIVERGED, Error, Payload
+from fedmq.wire.payloads import DIVERGED, Error, Payload, decoded_bytes, tensor_bytes
 
 
 def _counts(tally: Counter[str]) -> Counter[str]:
@@ -34,6 +34,8 @@ class Counters(BaseModel):
     Args:
         up: payload tensors [bytes] by kind in all replies that reached the coordinator, merged or not.
         down: payload tensors [bytes] by kind in all tasks sent, including resends.
+        decoded_up: size once decoded [bytes] of the kinds in ``up`` that travelled compressed.
+        decoded_down: the same of ``down``.
         silo_up: the same as ``up`` by silo instead of by kind.
         silo_down: the same as ``down`` by silo.
         sent: messages that the coordinator sent.
@@ -54,6 +56,8 @@ class Counters(BaseModel):
 
     up: Tally = Field(default_factory=Counter)
     down: Tally = Field(default_factory=Counter)
+    decoded_up: Tally = Field(default_factory=Counter)
+    decoded_down: Tally = Field(default_factory=Counter)
     silo_up: Tally = Field(default_factory=Counter)
     silo_down: Tally = Field(default_factory=Counter)
     sent: Count = 0
@@ -72,13 +76,18 @@ class Counters(BaseModel):
         """Add real seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def add_traffic(self, direction: Literal["up", "down"], silo: str, sizes: Iterable[tuple[str, int]]) -> None:
-        """Count the payloads of a silo's message, given their kinds and tensor bytes."""
-        kinds, silos = (self.up, self.silo_up) if direction == "up" else (self.down, self.silo_down)
-        for kind, size in sizes:
+    def add_traffic(self, direction: Literal["up", "down"], silo: str, payloads: Sequence[Payload]) -> None:
+        """Count the payloads of a silo's message."""
+        up = direction == "up"
+        kinds, silos = (self.up, self.silo_up) if up else (self.down, self.silo_down)
+        decoded = self.decoded_up if up else self.decoded_down
+        for payload in payloads:
+            size, kind = tensor_bytes(payload), payload.KIND
             # Scalars are in the body's header; count each as the eight bytes of a number.
             kinds[kind] += size or 8
             silos[silo] += size or 8
+            if (whole := decoded_bytes(payload)) != size:
+                decoded[kind] += whole
 
     def subtract(self, sent: int, received: int, refused: Counter[str]) -> None:
         """Take back messages that will be counted again.

@@ -263,7 +263,6 @@ class EvaluationRequests:
             state: the method's state at that version.
             committed: number of each silo's last committed task; the silo evaluates its state after that task.
         """
-        protocol = self._run_context.protocol
         self.personal = {}
         if self._run_context.traits.personalised:
             before = [line for line in read_metrics(self._run_context.folder) if isinstance(line, EvaluationLine)]
@@ -276,7 +275,7 @@ class EvaluationRequests:
                 if (self._has_pairs(name) if shared else self.own.able(name))
             ]
             for name in sorted(name for name in able if name not in gone):
-                payloads = protocol.task(state, self._run_context.facts_at(name, version))
+                payloads = self._run_context.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = committed.get(name, 0), version, payloads
 
     def _has_pairs(self, name: str) -> bool:

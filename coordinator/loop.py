@@ -50,7 +50,6 @@ from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
-from fedmq.wire.payloads import sizes
 
 _POLL_SECONDS = 0.2
 
@@ -315,7 +314,7 @@ class Loop:
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message, self.states)
         elif header.kind is Kind.REPLY and header.reply_to is not None and not self.evaluation.requested_of(header):
-            self.counters.add_traffic("up", header.sender, sizes(message.payloads))
+            self.counters.add_traffic("up", header.sender, message.payloads)
             self.status.received(header.sender)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
@@ -435,13 +434,13 @@ class Loop:
         if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
             self._absences.begin(silo.name, self.clock.stopwatch())
             return
-        payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
+        payloads = self.run_context.task(self.states[action.base_version], silo)
         info = self.run_context.task_info(action.round, self.saving.durably_committed(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
-            self.counters.add_traffic("down", silo.name, sizes(payloads))
+            self.counters.add_traffic("down", silo.name, payloads)
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 

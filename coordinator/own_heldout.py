@@ -113,7 +113,8 @@ class OwnHeldOutRequests:
         self._outstanding[version] = set(self._items)
         self._answers[version], self._missing[version] = {}, {}
         more = self._run_context.protocol.release(state)
-        self._payloads[version] = (state.model(self._run_context.context.layout), *more)
+        model = state.model(self._run_context.context.layout)
+        self._payloads[version] = self._run_context.to_silos((model, *more))
         for name in self._items:
             self.send(name)
         self._close_if_complete(version)

@@ -218,7 +218,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
         sent_at=0.0,
         base_version=version,
     )
-    return Message(header, run_context.protocol.task(state, run_context.facts_at(silo, version)))
+    return Message(header, run_context.task(state, run_context.facts_at(silo, version)))
 
 
 def _agreed(release: Release) -> RunData:

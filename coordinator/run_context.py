@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
-from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Traits
+from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
@@ -205,6 +205,14 @@ class RunContext:
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
 
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The payloads of a silo's task from a state, as they are sent."""
+        return self.to_silos(self.protocol.task(state, silo))
+
+    def to_silos(self, payloads: Sequence[Payload]) -> tuple[Payload, ...]:
+        """Payloads with the model compressed as the scenario says."""
+        return tuple(updates.model_to_silos(each, self.scenario.compression.model) for each in payloads)
+
     def task_info(self, round_: int, committed: int) -> TaskInfo:
         """The description that a task carries.
 
@@ -266,8 +274,9 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"at most {eligible}, the silos that {scenario.protocol.label} can select"
         raise InputError("participation.minimum", minimum, allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
-    size = model.layout.nbytes
-    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
+    ways = scenario.compression.model, scenario.compression.updates
+    down, up = (updates.nominal_bytes(model.layout, options) for options in ways)
+    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, down, up)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
     digests = data.digest, "" if path is None else file_digest(path)
@@ -282,9 +291,10 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
     sent = sent_kinds(run_context)
-    if scenario.privacy.clip_norm is not None and not any(set(updates.TRANSFORMED) & kinds for kinds in sent):
-        allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
-        raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
+    updates.check_uploads(scenario, sent)
+    if scenario.compression.model.kind != "none":
+        state = method.initial(model.flat.detach().clone())
+        updates.check_downloads(scenario, [method.task(state, silo) for silo in data.silos if method.eligible(silo)])
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)

@@ -79,7 +79,7 @@ def summary_of(
         per_silo=_per_silo(loop, data, last, stated),
         per_silo_mean=means(last.per_silo) if last.per_silo else {},
         fairness=fairness_of(last.per_silo) if last.per_silo else {},
-        bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
+        bytes=_traffic(counters),
         messages=_messages(loop),
         tasks=TaskCounts(
             merged=counters.participations.total(), failed=counters.failed, discarded=counters.discarded.total()
@@ -91,6 +91,14 @@ def summary_of(
         versions_of=_versions_of(loop),
     )
     return summary.model_copy(update=_optional_keys(loop, data, config, last, own) | _evaluated(loop, last, stated))
+
+
+def _traffic(counters: Counters) -> Traffic:
+    """The counted bytes; what was not compressed has no decoded sizes, nor a place for them in the file."""
+    tables = {"up": counters.up, "down": counters.down}
+    decoded = {"decoded_up": counters.decoded_up, "decoded_down": counters.decoded_down}
+    tables |= {name: table for name, table in decoded.items() if table}
+    return Traffic(**{name: dict(sorted(table.items())) for name, table in tables.items()})
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:

@@ -19,9 +19,10 @@ from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import Context, MergeResult, SiloFacts, State, Update
-from fedmq.federation.updates import damping, mixed, participation_weight, read_only
+from fedmq.federation.updates import TRANSFORMED, damping, mixed, participation_weight, read_only
 from fedmq.runs.run_records import MergeLine
 from fedmq.text import printable
+from fedmq.wire.compression import form_of
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Message
 from fedmq.wire.payloads import (
@@ -73,8 +74,9 @@ def validated(
         base: the state that the reply is based on; None if it is not kept.
 
     Raises:
-        RemoteWireError: ``unexpected`` for another base version than the task's, which would fake a lower staleness;
-            also as raised by :func:`check_reply` and by the method's own check.
+        RemoteWireError: ``unexpected`` for another base version than the task's, which would fake a lower staleness,
+            and for an update with another compression than the scenario's; also as raised by :func:`check_reply` and
+            by the method's own check.
     """
     header = message.header
     if pending_task and pending_task.sequence == header.reply_to and pending_task.base_version != header.base_version:
@@ -85,6 +87,12 @@ def validated(
     layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
     run_context.protocol.check(message.payloads)
+    form = run_context.scenario.compression.updates.kind
+    for payload in message.payloads:
+        # Without a value there is nothing to compress.
+        if isinstance(payload, TRANSFORMED) and payload.buffer.size and form_of(payload.buffer) != form:
+            found = form_of(payload.buffer)
+            raise RemoteWireError("unexpected", f"a {payload.KIND} with compression {found}, agreed: {form}")
     assert header.reply_to is not None  # noqa: S101 - the loop refuses a reply without a task
     return Update(silo, header.reply_to, header.base_version, 0, 1.0, message.payloads)
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import print_line, printable
+from fedmq.wire.compression import form_of
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
@@ -172,7 +173,8 @@ class Silo:
 
     def local(self, state: Mapping[str, torch.Tensor]) -> Local:
         """What the method trains with, given the silo's personal tensors."""
-        return Local(self.facts, self.dataset, self.model, state, self.unpaired if self._anchors else ())
+        own = updates.of_method(state, self.scenario.compression.updates)
+        return Local(self.facts, self.dataset, self.model, own, self.unpaired if self._anchors else ())
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.
@@ -180,10 +182,13 @@ class Silo:
         They may be sent once the silo's ``disk_queue`` is settled: then its state after the task is on disk.
 
         Raises:
-            RemoteWireError: the message has a model whose layout is not this scenario's.
+            RemoteWireError: the message has a model whose layout or form is not this scenario's.
         """
+        form = self.scenario.compression.model.kind
         for payload in message.payloads:
             if isinstance(payload, Model):
+                if (found := form_of(payload.buffer)) != form:
+                    raise RemoteWireError("unexpected", f"a model with compression {found}, agreed: {form}")
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
         match message.header.kind:
             case Kind.TASK:
@@ -208,7 +213,8 @@ class Silo:
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         try:
             self.epochs = self.store.epochs(self._clock)
-            local = replace(self.local(self.store.before(header.sequence)), epochs=self.epochs)
+            before = self.store.before(header.sequence)
+            local = replace(self.local(before), epochs=self.epochs)
             trained = self.protocol.train(local, task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
@@ -220,8 +226,16 @@ class Silo:
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.attacks(name, number, version, header.sent_at):
             payloads = tuple(attacked(fault, payload, generator) for payload in payloads)
-        self.store.keep(header.sequence, trained.state, info.committed)
+        # After attacks, as every silo sends what the scenario says.
+        payloads, memory = self.compress(payloads, before, idle=trained.idle)
+        self.store.keep(header.sequence, {**trained.state, **memory}, info.committed)
         return payloads
+
+    def compress(
+        self, payloads: Sequence[Payload], state: Mapping[str, torch.Tensor], *, idle: bool = False
+    ) -> tuple[tuple[Payload, ...], dict[str, torch.Tensor]]:
+        """Compress a reply as the scenario says, see :func:`fedmq.federation.updates.compress`."""
+        return updates.compress(payloads, self.scenario.compression.updates, self.context.layout, state, idle=idle)
 
     def measure(self, message: Message) -> Metrics:
         """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
@@ -281,7 +295,7 @@ class Silo:
         return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
 
     def transform(self, payload: Payload, task: Task) -> Payload:
-        """What is sent of a payload: an update is clipped, noised and quantised as the scenario's ``privacy`` says."""
+        """What is sent of a payload: an update is clipped and noised as the scenario's ``privacy`` says."""
         if not isinstance(payload, updates.TRANSFORMED):
             return payload
         # A second update in the same reply needs different noise.

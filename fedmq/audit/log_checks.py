@@ -134,6 +134,7 @@ class Audit:
             "not_anchored": dict(self.ends),
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
+            "decoded": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.payloads.decoded.items())},
             "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
             "frames": dict(sorted(self.frames.items())),
             "refused": {name: dict(sorted(reasons.items())) for name, reasons in sorted(self.refused.items())},
@@ -144,7 +145,7 @@ class Audit:
 
 
 #: Fields, in addition to the header, that both ends of a message must log identically.
-_COMPARED = ("payloads", "digests", "bytes", "tag", "head")
+_COMPARED = ("payloads", "decoded", "digests", "bytes", "tag", "head")
 #: Place and record of each logged frame.
 _Frames = dict[Frame, tuple[str, MessageRecord]]
 

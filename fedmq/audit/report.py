@@ -166,11 +166,16 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
 
 def payload_lines(audit: Audit, *processes: str) -> list[str]:
     """Number, kind and size of the payloads that processes sent; a kind without tensors holds numbers or words only."""
-    number, sizes = Counter[str](), Counter[str]()
+    number, sizes, decoded = Counter[str](), Counter[str](), Counter[str]()
     for process in processes:
         number.update(audit.sent.get(process, {}))
         sizes.update(audit.left.get(process, {}))
-    return [printable(f"{count:,} {kind}: {tensor_text(sizes[kind])}") for kind, count in sorted(number.items())]
+        decoded.update(audit.payloads.decoded.get(process, {}))
+    whole = {kind: f" ({tensor_text(size)} decoded)" for kind, size in decoded.items() if size != sizes[kind]}
+    return [
+        printable(f"{count:,} {kind}: {tensor_text(sizes[kind])}{whole.get(kind, '')}")
+        for kind, count in sorted(number.items())
+    ]
 
 
 def like_silos(audit: Audit) -> list[list[str]]:

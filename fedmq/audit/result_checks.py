@@ -115,6 +115,8 @@ _UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
 BEGINNINGS = (LogEvent.STARTED, LogEvent.RESUMED, LogEvent.EXTENDED)
 #: A payload without tensors counts as one number in the summary [bytes].
 _NUMBER_BYTES = 8
+#: Marks the decoded size of a kind of payload beside its size as sent.
+_DECODED = ", decoded"
 
 
 @dataclass
@@ -180,8 +182,10 @@ class TrafficChecks:
     def _take_message(self, record: MessageRecord) -> None:
         header, tally = record.header, self._tally
         sizes = Counter[str]()
-        for kind, size in record.payloads:
+        for kind, size, decoded in record.both_sizes:
             sizes[kind] += size or _NUMBER_BYTES
+            if decoded != size:
+                sizes[f"{kind}{_DECODED}"] += decoded
         if record.action == "sent" and header.kind is Kind.EVALUATE:
             self._evaluations.add((header.receiver, header.sequence, header.base_version))
         from_silo = record.action == "received" and header.kind is Kind.REPLY and header.sender != EVALUATOR
@@ -237,7 +241,10 @@ class TrafficChecks:
         tally = self._tally
         if tally is None:
             return
-        for way, logged, stated in (("up", tally.up, summary.bytes.up), ("down", tally.down, summary.bytes.down)):
+        told = summary.bytes
+        up = {**told.up, **{f"{kind}{_DECODED}": size for kind, size in told.decoded_up.items()}}
+        down = {**told.down, **{f"{kind}{_DECODED}": size for kind, size in told.decoded_down.items()}}
+        for way, logged, stated in (("up", tally.up, up), ("down", tally.down, down)):
             for kind in sorted(logged.keys() | stated.keys()):
                 if logged[kind] != stated.get(kind, 0):
                     yield wrong_result(

@@ -264,6 +264,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
             raise InputError("protocol.name", scenario.protocol.label, allowed)
         objective = known.objective_facts(scenario.objective)
         _check_objective(scenario, objective)
+        _check_compression(scenario)
         changes: dict[str, object] = {"protocol": scenario.protocol.with_options(method.options)}
         if objective.options:
             changes["objective"] = scenario.objective.with_options(objective.options)
@@ -332,6 +333,19 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     if scenario.backbone.end_to_end and facts.on_features:
         allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)
+
+
+def _check_compression(scenario: Scenario) -> None:
+    """Refuse forms of updates that undo clipping: what they leave out is added later, to more than the norm.
+
+    Noise is added before, so that with it every form is post-processing.
+    """
+    kind, privacy = scenario.compression.updates.kind, scenario.privacy
+    if kind in ("top_k", "low_rank") and privacy.clip_norm is not None and privacy.noise_multiplier == 0:
+        allowed = (
+            "none, bfloat16 or int8 with privacy.clip_norm and without noise, as error feedback adds to later updates"
+        )
+        raise InputError("compression.updates.kind", kind, allowed)
 
 
 def _late_faults(scenario: Scenario) -> list[str]:

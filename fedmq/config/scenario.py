@@ -15,6 +15,7 @@ from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
 from fedmq.config.plug_ins import label
 from fedmq.config.sections import (
     Aggregation,
+    Compression,
     Cost,
     Count,
     Evaluation,
@@ -318,6 +319,7 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
+    compression: Compression = Compression()
     wire: Wire = Wire()
     faults: tuple[AnyFault, ...] = Field((), description="scripted faults, see docs/reference/faults.md")
     clock: Literal["virtual", "wall"] = Field(

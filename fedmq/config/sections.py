@@ -409,6 +409,36 @@ class Evaluation(Part):
         return self
 
 
+class UpdateCompression(Part):
+    """How a silo compresses its updates. What it leaves out of one is added to its next, except with bfloat16."""
+
+    kind: Literal["none", "bfloat16", "int8", "top_k", "low_rank"] = Field(
+        "none",
+        description="bfloat16: half of the bytes; int8: a quarter, with a scale for each 1024 values; top_k: the "
+        "values of largest magnitude, 8 bytes each; low_rank: two factors of each matrix (PowerSGD). What one of the "
+        "last three leaves out of an update is added to the silo's next one",
+    )
+    fraction: Number = Field(0.1, gt=0.0, le=0.5, description="top_k: fraction of the values that are sent")
+    rank: Whole = Field(
+        8, ge=1, le=64, description="low_rank: columns of each factor; other tensors and small matrices are sent whole"
+    )
+
+
+class ModelCompression(Part):
+    """How the model is compressed that is sent to silos; the coordinator and the evaluator keep the exact one."""
+
+    kind: Literal["none", "bfloat16", "int8"] = Field(
+        "none", description="bfloat16: half of the bytes; int8: a quarter, with a scale for each 1024 values"
+    )
+
+
+class Compression(Part):
+    """Fewer bytes for models and updates: each end continues with the values that the other decodes."""
+
+    updates: UpdateCompression = UpdateCompression()
+    model: ModelCompression = ModelCompression()
+
+
 class Privacy(Part):
     """Clipping and noise, which a silo applies to its update before sending it."""
 

@@ -1,4 +1,4 @@
-"""What happens to an update besides the method: clipping, noise, and the weights of stale and rare replies.
+"""What happens to an update besides the method: clipping, noise, compression, weights of stale and rare replies.
 
 Damping h(s) of the staleness s and the weight of rarely replying silos multiply a reply's weight before weights are
 normalised, so they have an effect only among the replies of one merge. In a merge of a single reply, FedAsync's mixing
@@ -8,7 +8,10 @@ rate scales the step instead.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, assert_never
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +21,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from fedmq import seeds
-from fedmq.config.sections import Privacy, Staleness
-from fedmq.wire.payloads import Delta, DiscriminatorDelta, PartialDelta
+from fedmq.config.scenario import Scenario
+from fedmq.config.sections import ModelCompression, Privacy, Staleness, UpdateCompression
+from fedmq.errors import InputError
+from fedmq.wire.compression import FORMS, Compressed, Settings, encoded, sent_bytes
+from fedmq.wire.layout import Layout
+from fedmq.wire.payloads import Delta, DiscriminatorDelta, Model, PartialDelta, Payload
 
 F32 = npt.NDArray[np.float32]
 #: Payload types to which the transforms apply: all updates.
@@ -72,6 +79,117 @@ def _secret_noise(secret: bytes, path: tuple[str | int, ...], update: F32) -> F3
     first, second = np.split(uniform, 2)
     radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: update.size].astype(np.float32)
+
+
+#: Prefix of a silo's personal tensors that belong to compression; the method does not see them.
+_MEMORY = "compression."
+#: Compressed models by the exact one, so that a model is compressed once for all silos.
+_TO_SILOS: WeakKeyDictionary[Model, Model] = WeakKeyDictionary()
+
+
+def compress(
+    payloads: Sequence[Payload], options: UpdateCompression, layout: Layout, state: Mapping[str, Tensor], *, idle: bool
+) -> tuple[tuple[Payload, ...], dict[str, Tensor]]:
+    """Compress the updates of a reply, after clipping and noise, of which compression is post-processing.
+
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what an update's encoding leaves out is kept, and added
+    to the silo's next update before that is encoded.
+
+    Args:
+        payloads: the reply.
+        options: the scenario's options.
+        layout: layout of the whole model.
+        state: the silo's personal tensors after its task before; another size of update starts anew.
+        idle: the silo did not train: its update of zeros is sent as such, and what was left out stays.
+
+    Returns:
+        The payloads, whose updates have the values that the coordinator decodes, and the tensors to keep.
+    """
+    memory = {} if options.kind == "none" else {name: state[name] for name in state if name.startswith(_MEMORY)}
+    found: list[Payload] = []
+    for payload in payloads:
+        if options.kind == "none" or not isinstance(payload, TRANSFORMED):
+            found.append(payload)
+            continue
+        place = f"{_MEMORY}{payload.KIND}"
+        residual, factors = (None if idle else memory.get(f"{place}.{name}") for name in ("residual", "factors"))
+        update = np.asarray(payload.buffer)
+        if residual is not None and residual.numel() == update.size:
+            update = update + residual.numpy()
+        before = None if factors is None else factors.numpy()
+        settings = Settings(options.fraction, options.rank, _shapes(payload, layout), before)
+        sent = encoded(options.kind, update, settings)
+        # What is not finite, as of a scripted attack, is sent as it is, and refused.
+        found.append(replace(payload, buffer=sent) if isinstance(sent, Compressed) else payload)
+        if isinstance(sent, Compressed) and not idle and options.kind != "bfloat16":
+            memory[f"{place}.residual"] = torch.from_numpy(update - np.asarray(sent))
+            if options.kind == "low_rank":
+                memory[f"{place}.factors"] = torch.from_numpy(sent.parts[-1])
+    return tuple(found), memory
+
+
+def _shapes(payload: Payload, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the tensors of an update; none are known of a discriminator, whose tensors are sent as they are."""
+    match payload:
+        case Delta():
+            return tuple(entry.shape for entry in layout.entries)
+        case PartialDelta(names=names):
+            return tuple(layout.by_name[name].shape for name in names)
+        case DiscriminatorDelta(buffer=buffer):
+            return ((buffer.size,),)
+    return ()
+
+
+def of_method(state: Mapping[str, Tensor], options: UpdateCompression) -> Mapping[str, Tensor]:
+    """A silo's personal tensors without those that :func:`compress` keeps."""
+    if options.kind == "none":
+        return state
+    return {name: tensor for name, tensor in state.items() if not name.startswith(_MEMORY)}
+
+
+def model_to_silos(payload: Payload, options: ModelCompression) -> Payload:
+    """A payload as it is sent to silos: a model is compressed, once for all of them; others are as they are."""
+    if options.kind == "none" or not isinstance(payload, Model):
+        return payload
+    if payload not in _TO_SILOS:
+        _TO_SILOS[payload] = replace(payload, buffer=encoded(options.kind, np.asarray(payload.buffer), Settings()))
+    return _TO_SILOS[payload]
+
+
+def nominal_bytes(layout: Layout, options: UpdateCompression | ModelCompression) -> int:
+    """Size of a model or of an update of all its parameters as it is sent [bytes]."""
+    if options.kind not in FORMS:
+        return layout.nbytes
+    settings = Settings(shapes=tuple(entry.shape for entry in layout.entries))
+    if isinstance(options, UpdateCompression):
+        settings = replace(settings, fraction=options.fraction, rank=options.rank)
+    return sent_bytes(encoded(options.kind, np.zeros(layout.size, np.float32), settings))
+
+
+def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]]) -> None:
+    """Refuse clipping and compression with a method whose silos send no update.
+
+    Raises:
+        InputError: none of the kinds of payload that the silos upload is an update.
+    """
+    if any(set(TRANSFORMED) & kinds for kinds in uploads):
+        return
+    no_update = f"silos of {scenario.protocol.label} send no update that could be"
+    if (norm := scenario.privacy.clip_norm) is not None:
+        raise InputError("privacy.clip_norm", norm, f"null: {no_update} clipped")
+    if (kind := scenario.compression.updates.kind) != "none":
+        raise InputError("compression.updates.kind", kind, f"none: {no_update} compressed")
+
+
+def check_downloads(scenario: Scenario, tasks: Sequence[Sequence[Payload]]) -> None:
+    """Refuse compression of models with a method whose tasks carry none.
+
+    Raises:
+        InputError: no task has a model.
+    """
+    if not any(isinstance(payload, Model) for payloads in tasks for payload in payloads):
+        allowed = f"none: silos of {scenario.protocol.label} are sent no model"
+        raise InputError("compression.model.kind", scenario.compression.model.kind, allowed)
 
 
 def polynomial(staleness: float, exponent: float) -> float:

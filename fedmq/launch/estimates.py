@@ -170,7 +170,7 @@ def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[S
         step = FirstStep.of(silo)
         step.train()
         trained, seconds = step.train()
-    peak, sent = _peak(), sent_payloads(silo, trained)
+    peak, (sent, _) = _peak(), silo.compress(sent_payloads(silo, trained), {})
     memory = peak - before if peak > most else 0
     return Answer(name, seconds * step.steps, size_of(step.task.payloads), size_of(sent), memory)
 

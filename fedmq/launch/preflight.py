@@ -27,6 +27,7 @@ from fedmq.data.extract import left_out
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import EvaluatorArguments
+from fedmq.federation import updates
 from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population, device_of
@@ -345,7 +346,9 @@ class FirstStep:
         context = replace(silo.context, training=training.model_copy(update={"local_epochs": 1}))
         protocol, size = protocols.create(silo.scenario.protocol, context), min(training.batch_size, len(silo.dataset))
         initial = protocol.initial(silo.model.flat.detach().cpu().clone())
-        task = Task(1, 0, 0, training.rate_at(0, silo.scenario.schedule_rounds), protocol.task(initial, silo.facts))
+        options, payloads = silo.scenario.compression.model, protocol.task(initial, silo.facts)
+        sent = tuple(updates.model_to_silos(payload, options) for payload in payloads)
+        task = Task(1, 0, 0, training.rate_at(0, silo.scenario.schedule_rounds), sent)
         local = replace(silo.local({}), dataset=_first_items(silo.dataset, size), unpaired=())
         return cls(protocol, local, task, training.local_epochs * math.ceil(len(silo.dataset) / max(1, size)))
 
@@ -368,7 +371,8 @@ def _training_step(starting: Starting) -> list[Outcome]:
         trained, seconds = step.train()
     except Exception as error:
         return [Outcome(Verdict.FAILED, f"{type(error).__name__}: {error}")]
-    starting.reply = tuple(silo.transform(payload, step.task) for payload in sent_payloads(silo, trained))
+    sent = [silo.transform(payload, step.task) for payload in sent_payloads(silo, trained)]
+    starting.reply, _ = silo.compress(sent, {})
     whole = seconds * step.steps
     task_seconds = "less than 0.1" if whole < 0.1 else f"at most about {whole:.1f}"
     detail = (

@@ -177,10 +177,19 @@ class EvaluatedItems(Stored):
 
 
 class Traffic(Stored):
-    """Size of the payload tensors sent [bytes], by payload kind: ``up`` from the silos, ``down`` to them."""
+    """Size of the payload tensors [bytes], by payload kind.
+
+    Args:
+        up: sent by the silos.
+        down: sent to them.
+        decoded_up: once decoded, of the kinds in ``up`` that were sent compressed; empty without compression.
+        decoded_down: the same of ``down``.
+    """
 
     up: dict[str, int]
     down: dict[str, int]
+    decoded_up: dict[str, int] = Field(default_factory=dict)
+    decoded_down: dict[str, int] = Field(default_factory=dict)
 
 
 class MessageCounts(Stored):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.wire.compression import FORMS, Compressed, decoded
 from fedmq.wire.fields import Field, FieldError, FloatMap, Names, NestedFloatMap, Real, Tensor, shown
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import (
@@ -164,7 +165,8 @@ def encode_body(message: Message) -> list[BytesLike]:
         raise LocalWireError(f"the body's msgpack part has {len(packed)} bytes, allowed {MAX_BODY_HEADER}")
     buffers: list[BytesLike] = [len(packed).to_bytes(_LENGTH_BYTES, "little") + packed]
     size = len(buffers[0])
-    for array in (array for payload in message.payloads for array in tensors(payload)):
+    values = (array for payload in message.payloads for array in tensors(payload))
+    for array in (part for each in values for part in _parts(each)):
         padding = -size % ALIGNMENT
         if padding:
             buffers.append(bytes(padding))
@@ -239,6 +241,8 @@ def _require_keys(place: str, plain: object, keys: Iterable[str]) -> None:
 def _plain(spec: Field, value: Any) -> Any:
     """A field's value as plain data for msgpack."""
     match spec:
+        case Tensor() if isinstance(value, Compressed) and value.parts:
+            return [value.form, list(value.shape), [part.size for part in value.parts]]
         case Tensor():
             return [value.dtype.name, list(value.shape)]
         case Real():
@@ -251,6 +255,11 @@ def _plain(spec: Field, value: Any) -> Any:
             return {name: _plain(spec.inner, numbers) for name, numbers in value.items()}
         case _:
             return value
+
+
+def _parts(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
+    """The arrays that travel in the place of a payload's array: itself, unless it is compressed."""
+    return (isinstance(array, Compressed) and array.parts) or (array,)
 
 
 def _decode_body(
@@ -274,20 +283,26 @@ def _decode_body(
     rows = plain["payloads"]
     if not isinstance(rows, list) or len(rows) > MAX_PAYLOADS:
         raise FieldError(f"payloads: not a list of at most {MAX_PAYLOADS}")
-    payloads = []
+    payloads, room = [], max_body
     for row in rows:
-        payload, end = _decode_payload(row, body, end)
+        payload, end, room = _decode_payload(row, body, end, room)
         payloads.append(payload)
     if end != body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its last part ends at {end}")
     return tuple(payloads), task, layout, plain["head"]
 
 
-def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:
+def _decode_payload(row: object, body: memoryview, end: int, room: int) -> tuple[Payload, int, int]:
     """Decode a payload from its ``[kind, fields]`` and its tensors, which start at or after byte ``end`` of the body.
 
+    Args:
+        row: the payload's ``[kind, fields]``.
+        body: the whole body.
+        end: end of the part before [bytes].
+        room: how much memory compressed tensors may take once decoded [bytes].
+
     Returns:
-        The payload, and the end of its last tensor [bytes].
+        The payload, the end of its last tensor [bytes], and the room that it leaves.
     """
     if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not str or row[0] not in PAYLOADS:
         raise FieldError("payloads: an entry is not [known kind, fields]")
@@ -299,7 +314,11 @@ def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, i
         value = plain[name]
         match spec:
             case Tensor():
-                value, end = _array_on(f"{kind}.{name}", spec, value, body, end)
+                if spec.bulk and isinstance(value, list) and len(value) == 3:
+                    value, end = _compressed_on(f"{kind}.{name}", spec, value, body, end, room)
+                    room -= value.nbytes
+                else:
+                    value, end = _array_on(f"{kind}.{name}", spec, value, body, end)
             case Names():
                 value = tuple(value) if isinstance(value, list) else value
             case _:
@@ -308,7 +327,7 @@ def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, i
     payload = cls(**values)
     if not math.isfinite(payload.largest):
         raise FieldError(f"{kind}: NaN or infinity", Reason.NOT_FINITE)
-    return payload, end
+    return payload, end, room
 
 
 def _array_on(place: str, spec: Tensor, claim: object, body: memoryview, end: int) -> tuple[npt.NDArray[Any], int]:
@@ -319,15 +338,43 @@ def _array_on(place: str, spec: Tensor, claim: object, body: memoryview, end: in
     if any(type(size) is not int for size in shape):
         raise FieldError(f"{place}: a size is not an integer")
     spec.check_form(place, name, tuple(shape), {})
-    dtype = np.dtype(name)
-    count = math.prod(shape)
+    array, stop = _numbers_on(place, np.dtype(name), math.prod(shape), body, end)
+    return array.reshape(shape), stop
+
+
+def _compressed_on(
+    place: str, spec: Tensor, claim: list[Any], body: memoryview, end: int, room: int
+) -> tuple[npt.NDArray[Any], int]:
+    """The values of a compressed tensor, decoded from its parts in the body if they take no more than the room."""
+    name, shape, counts = claim
+    if type(name) is not str or name not in FORMS:
+        raise FieldError(f"{place}: the form {shown(name)} is not one of {', '.join(FORMS)}")
+    dtypes = FORMS[name].dtypes
+    if not isinstance(shape, list) or not isinstance(counts, list) or len(counts) != len(dtypes):
+        raise FieldError(f"{place}: not [form, [sizes], [sizes of {len(dtypes)} parts]]")
+    if any(type(size) is not int or size < 0 for size in (*shape, *counts)):
+        raise FieldError(f"{place}: a size is not an integer of at least 0")
+    spec.check_form(place, "float32", tuple(shape), {})
+    if 4 * shape[0] > room:
+        raise FieldError(f"{place}: {4 * shape[0]} bytes once decoded, allowed {room}", Reason.OVERSIZED)
+    parts = []
+    for dtype, count in zip(dtypes, counts, strict=True):
+        part, end = _numbers_on(place, np.dtype(dtype), count, body, end)
+        parts.append(part)
+    return decoded(name, parts, shape[0]), end
+
+
+def _numbers_on(
+    place: str, dtype: np.dtype[Any], count: int, body: memoryview, end: int
+) -> tuple[npt.NDArray[Any], int]:
+    """A read-only view [count] of the body, at the first aligned byte from ``end`` on, and its end [bytes]."""
     start = end + -end % ALIGNMENT
     stop = start + count * dtype.itemsize
     if stop > body.nbytes:
         raise FieldError(f"{place}: ends at byte {stop} of a body of {body.nbytes}")
     if any(body[end:start]):
         raise FieldError(f"{place}: the padding before it is not zero")
-    array = np.frombuffer(body, dtype, count, start).reshape(shape)
+    array = np.frombuffer(body, dtype, count, start)
     array.flags.writeable = False
     return array, stop
 

@@ -14,9 +14,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationInfo
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, model_validator
 
 from fedmq.errors import InputError
 from fedmq.storage.json_files import DateTime, Digest, Stored
@@ -276,11 +276,12 @@ class MessageRecord(_Record):
     Args:
         action: its direction.
         header: header of the message.
-        payloads: kind and tensor bytes of each payload.
+        payloads: kind and tensor bytes of each payload, as sent.
         digests: digests of each payload.
         bytes: total size of all its frames [bytes].
         tag: hexadecimal authentication tag of the sealed frame.
         head: head of the sender's log when it sealed the message; missing if the sender keeps no signed log.
+        decoded: tensor bytes of each payload once decoded; missing if none of them was compressed.
     """
 
     action: _Direction
@@ -290,6 +291,19 @@ class MessageRecord(_Record):
     bytes: _Size
     tag: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     head: Digest | None = None
+    decoded: list[_Size] | None = None
+
+    @model_validator(mode="after")
+    def _size_of_each(self) -> Self:
+        if self.decoded is not None and len(self.decoded) != len(self.payloads):
+            raise ValueError("one decoded size for each payload")
+        return self
+
+    @property
+    def both_sizes(self) -> Iterator[tuple[str, int, int]]:
+        """Kind of each payload, and its tensor bytes as sent and once decoded."""
+        for place, (kind, size) in enumerate(self.payloads):
+            yield kind, size, size if self.decoded is None else self.decoded[place]
 
     @property
     def frame(self) -> Frame:
@@ -422,17 +436,20 @@ class SentPayloads:
 
     Args:
         number: number of payloads.
-        bytes: total size of their tensors [bytes]; 0 for a kind that holds numbers or words only.
+        bytes: total size of their tensors as sent [bytes]; 0 for a kind that holds numbers or words only.
+        decoded: total size of the tensors once decoded [bytes].
     """
 
     number: _Counts = field(default_factory=lambda: defaultdict(Counter))
     bytes: _Counts = field(default_factory=lambda: defaultdict(Counter))
+    decoded: _Counts = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, process: str, record: MessageRecord) -> None:
         """Count the payloads of a message that a process sent."""
-        for kind, size in record.payloads:
+        for kind, size, decoded in record.both_sizes:
             self.number[process][kind] += 1
             self.bytes[process][kind] += size
+            self.decoded[process][kind] += decoded
 
 
 def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:

@@ -45,7 +45,7 @@ from fedmq.wire.log_records import (
     signed_statement,
 )
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.payloads import sizes
+from fedmq.wire.payloads import decoded_sizes, sizes
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ class MessageLog:
             tag: hexadecimal authentication tag of the sealed frame.
             size: bytes of all its frames.
         """
+        decoded = decoded_sizes(message.payloads)
         self._append(
             MessageRecord,
             action=action,
@@ -237,6 +238,7 @@ class MessageLog:
             bytes=size,
             tag=tag,
             **({} if message.head is None else {"head": message.head.hex()}),
+            **({} if decoded is None else {"decoded": decoded}),
         )
 
     def handshake(self, action: Literal["sent", "received"], kind: Kind, peer: str, size: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import DivergedError
+from fedmq.wire.compression import sent_bytes
 from fedmq.wire.fields import (
     DIGEST,
     I63,
@@ -448,10 +449,21 @@ def tensors(payload: Payload) -> list[npt.NDArray[Any]]:
 
 
 def tensor_bytes(payload: Payload) -> int:
-    """Size of the payload's tensors [bytes], without scalars and names."""
+    """Size of the payload's tensors as they travel [bytes], without scalars and names."""
+    return sum(map(sent_bytes, tensors(payload)))
+
+
+def decoded_bytes(payload: Payload) -> int:
+    """Size of the payload's tensors once decoded [bytes]; differs from :func:`tensor_bytes` if one is compressed."""
     return sum(array.nbytes for array in tensors(payload))
 
 
 def sizes(payloads: Iterable[Payload]) -> list[tuple[str, int]]:
     """Kind and tensor bytes of each payload."""
     return [(payload.KIND, tensor_bytes(payload)) for payload in payloads]
+
+
+def decoded_sizes(payloads: Iterable[Payload]) -> list[int] | None:
+    """Tensor bytes of each payload once decoded; None if none of them is compressed."""
+    found = [(tensor_bytes(payload), decoded_bytes(payload)) for payload in payloads]
+    return [whole for _, whole in found] if any(sent != whole for sent, whole in found) else None

@@ -95,14 +95,17 @@ def _left_behind(found: Mapping[str, SiloResult]) -> Answer:
     return question, f"{len(worse) or 'none'} of {counted(len(drops), 'silo')} ended below the start", lines
 
 
-def _by_kind(sizes: Mapping[str, int]) -> str:
+def _by_kind(sizes: Mapping[str, int], decoded: Mapping[str, int]) -> str:
     kinds = sorted(sizes, key=lambda kind: -sizes[kind])
-    return ", ".join(f"{kind.replace('_', ' ')} {size_text(sizes[kind])}" for kind in kinds) or "nothing"
+    whole = {kind: f" ({size_text(size)} decoded)" for kind, size in decoded.items()}
+    shown = (f"{kind.replace('_', ' ')} {size_text(sizes[kind])}{whole.get(kind, '')}" for kind in kinds)
+    return ", ".join(shown) or "nothing"
 
 
 def _sent(summary: RunSummary, scenario: Scenario) -> Answer:
     up, down = summary.bytes.up, summary.bytes.down
-    lines = [f"Up: {_by_kind(up)}.", f"Down: {_by_kind(down)}.", protection(scenario)]
+    by_kind = _by_kind(up, summary.bytes.decoded_up), _by_kind(down, summary.bytes.decoded_down)
+    lines = [f"Up: {by_kind[0]}.", f"Down: {by_kind[1]}.", protection(scenario)]
     return "What left the sites?", f"{size_text(sum(up.values()))} up, {size_text(sum(down.values()))} down", lines
 
 

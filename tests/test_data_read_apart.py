@@ -215,6 +215,9 @@ DATA_SET = DataSet("a set of a test", read)
 """
 
 
+HANGS = "while True: pass"
+
+
 def _own(folder: Path, deed: str) -> Data:
     data_set_folders.photos(folder)
     code = data_set_folders.write(folder / "mine.py", READER.format(deed=deed))
@@ -246,7 +249,7 @@ def test_the_reader_of_the_manual_runs_elsewhere(tmp_path: Path) -> None:
         ("ctypes.string_at(0)", "", "its reader died of SIGSEGV"),
         ("os.write(2, b'no more\\n'); os._exit(3)", "", "its reader died with code 3: no more"),
         ("raise SystemExit(3)", "mine.py: line 29", "SystemExit: 3"),
-        ("while True: pass", "", "s of processor time"),
+        (HANGS, "", "s of processor time"),
         ("np.ones(1 << 40, np.uint8)", "", "Unable to allocate"),
         ("open(data.path / 'absent')", "mine.py: line 29", "FileNotFoundError: [Errno 2]"),
         ("data.path['x']", "mine.py: line 29", "TypeError: "),
@@ -257,5 +260,6 @@ def test_the_reader_of_the_manual_runs_elsewhere(tmp_path: Path) -> None:
 def test_a_reader_of_a_user_that_fails_or_dies_is_one_line(
     deed: str, place: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quarantine, "CPU_S", 1)
+    monkeypatch.setattr(quarantine, "WAITS", 600)
+    monkeypatch.setattr(quarantine, "CPU_S", 1 if deed == HANGS else 600)
     refused(_own(tmp_path, deed), place or str(tmp_path), found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -19,7 +20,6 @@ from fedmq.config.scenario import Data
 from fedmq.data.splits import OWN, Draw
 from fedmq.errors import FedmqError, InputError
 from fedmq.storage.cache import cache_folder, use_cache
-from fedmq.storage.regular_files import is_file
 from fedmq.text import one_of
 
 if TYPE_CHECKING:
@@ -129,14 +129,16 @@ def _read_here(data: Data) -> RawSet:
 
 def _size(data: Data) -> int:
     """Size of a data set's files without its images [bytes]."""
-    from fedmq.encoders.image_sets import files_below  # noqa: PLC0415 - brings NumPy
+    from fedmq.encoders.image_sets import files_below, is_folder  # noqa: PLC0415 - brings NumPy
     from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS  # noqa: PLC0415 - likewise
 
     total = 0
     for place in filter(None, (data.path, data.annotations)):
-        for path in files_below(place) if place.is_dir() else [place]:
-            inside = path.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_file(path)
-            total += max(_LEAST, path.stat().st_size if inside else 0)
+        for path in files_below(place) if is_folder(place) else [place]:
+            total += _LEAST
+            if path.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS:
+                with suppress(OSError, ValueError):  # the reader says what is wrong
+                    total += path.stat().st_size
     return total
 
 

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
-from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Message
+from fedmq.wire.payloads import Payload
 from silos.personal_state import DiskQueue
 from silos.tasks import Silo, SiloArguments
 
@@ -161,15 +162,25 @@ def simulate(
 
 
 def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> PeerFunctions:
-    """The evaluator and every silo of a run as functions; they share one model in turn."""
+    """The evaluator and every silo of a run as functions; they share one model in turn.
+
+    A silo's data are loaded with its first message.
+    """
     scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
     evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue(threaded=True)
     answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
-    for name in scenario.silo_names:
+
+    @cache
+    def silo(name: str) -> Silo:
         arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
-        answers[name] = Silo(arguments, population, model, noise=scenario.seed, disk_queue=disk_queue).respond
+        return Silo(arguments, population, model, noise=scenario.seed, disk_queue=disk_queue)
+
+    def respond(name: str, message: Message) -> tuple[Payload, ...]:
+        return silo(name).respond(message)
+
+    answers |= {name: partial(respond, name) for name in scenario.silo_names}
     return PeerFunctions(answers, disk_queue.settle)
 
 

@@ -55,20 +55,22 @@ class Axis:
     """What is varied.
 
     Args:
+        title: what its sizes are.
         unit: of its sizes.
         sizes: ascending.
         roster: the run of a size.
     """
 
+    title: str
     unit: str
     sizes: tuple[float, ...]
     roster: Callable[[float], Roster]
 
 
 AXES: Mapping[str, Axis] = {
-    "silos": Axis("silos", (10, 30, 100, 300, 1000), _silos),
-    "model": Axis("MB", (1, 3, 10, 30, 100, 200), _model),
-    "items": Axis("items", (1e3, 1e4, 1e5, 1e6), _items),
+    "silos": Axis("the number of silos", "silos", (10, 30, 100, 300, 1000), _silos),
+    "model": Axis("the size of the model", "MB", (1, 3, 10, 30, 100, 200), _model),
+    "items": Axis("the number of items", "items", (1e3, 1e4, 1e5, 1e6), _items),
 }
 
 
@@ -81,14 +83,14 @@ class Point:
         round_s: time per round [s].
         memory_mb: peak memory of all processes [MB PSS].
         start_s: from the command until all silos were ready, features and partition not in the cache [s].
-        model_mb: the model as it is sent [MB].
+        sent_mb: models sent per merged task [MB]: the size of the model, and more if tasks were sent again.
     """
 
     size: float
     round_s: float
     memory_mb: float
     start_s: float
-    model_mb: float
+    sent_mb: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Growth:
         """Measure an axis from its smallest size, until its end or a limit."""
         points = self.points.setdefault(name, [])
         for size in sizes:
-            what = f"{name}: {size:,g} {AXES[name].unit}"
+            what = f"{name}: {size:,.0f} {AXES[name].unit}"
             roster = AXES[name].roster(size)
             refusal = limits.refusal(points, size, roster.rounds)
             if not refusal:
@@ -139,7 +141,7 @@ class Growth:
                     say(what)
                     continue
                 except subprocess.TimeoutExpired:
-                    refusal = "it took longer than all measurements may"
+                    refusal = "the time for all measurements was over"
             self.missing.append(f"{what} not measured, as {refusal}")
             return
 
@@ -195,8 +197,8 @@ def what_bends_first(measured_points: Mapping[str, Sequence[Point]]) -> str:
     _, axis, cost, name, unit, low, high = min(found, key=lambda each: each[0])
     least, most, sizes = _per_unit(low, cost), _per_unit(high, cost), AXES[axis].unit
     return (
-        f"The {name} over {axis} bends first: at {high.size:,g} {sizes} it is {most:.3g} {unit} per unit, "
-        f"{most / least:.1f} times that at {low.size:,g} ({least:.3g} {unit})."
+        f"The {name} over {AXES[axis].title} bends first: at {high.size:,.0f} {sizes} it is {most:.3g} {unit} per "
+        f"unit, {most / least:.1f} times that at {low.size:,.0f} ({least:.3g} {unit})."
     )
 
 
@@ -204,17 +206,22 @@ def figure(axis: str, points: Sequence[Point]) -> Figure:
     """The costs of an axis as multiples of those of its smallest size, on logarithmic scales."""
     unit = AXES[axis].unit
     note = f"Dotted: in proportion to size. A cost that grows faster than this line costs more per {unit}."
-    drawn = Figure(f"Cost over {axis}", f"{axis} [{unit}]", "cost as a multiple of the smallest size's", note=note)
+    drawn = Figure(
+        f"Cost over {AXES[axis].title}",
+        f"{AXES[axis].title} [{unit}]",
+        "cost as a multiple of the smallest size's",
+        note=note,
+    )
     sizes = [point.size for point in points]
     for place, (cost, name, of) in enumerate(COSTS):
         values = [float(getattr(point, cost)) for point in points]
         text = [f"{name}: {value:,.4g} {of}" for value in values]
-        y = [value / values[0] for value in values]
+        times = [value / values[0] for value in values]
         line = {"color": colour(place)}
-        drawn.draw("scatter", x=sizes, y=y, name=name, text=text, hoverinfo="text", mode="lines+markers", line=line)
+        drawn.draw("scatter", x=sizes, y=times, name=name, text=text, hoverinfo="text", mode="lines+markers", line=line)
     straight = {"color": "#9aa7b4", "dash": "dot"}
-    y = [size / sizes[0] for size in sizes]
-    drawn.draw("scatter", x=sizes, y=y, name="in proportion", mode="lines", line=straight)
+    times = [size / sizes[0] for size in sizes]
+    drawn.draw("scatter", x=sizes, y=times, name="in proportion", mode="lines", line=straight)
     drawn.x["type"] = drawn.y["type"] = "log"
     return drawn
 
@@ -233,7 +240,7 @@ def rows(growth: Growth) -> list[list[str]]:
         for point in points:
             times = [_per_unit(point, cost) / min(_per_unit(each, cost) for each in points) for cost, _, _ in COSTS]
             values = [f"{getattr(point, cost):,.4g}" for cost, _, _ in COSTS]
-            table.append([axis, f"{point.size:,g} {AXES[axis].unit}", *values, ", ".join(f"{x:.2g}x" for x in times)])
+            table.append([axis, f"{point.size:,.0f} {AXES[axis].unit}", *values, ", ".join(f"{x:.2g}x" for x in times)])
     return table
 
 

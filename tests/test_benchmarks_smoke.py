@@ -165,9 +165,9 @@ def test_growth_measures_its_smallest_sizes_and_draws_a_plot_per_axis(
     for name, points in found["points"].items():
         assert [point["size"] for point in points] == list(growth.AXES[name].sizes[:2])
         assert all(point["round_s"] > 0 and point["memory_mb"] > 0 and point["start_s"] > 0 for point in points)
-        assert f"Cost over {name}" in (tmp_path / "growth.html").read_text()
+        assert f"Cost over {growth.AXES[name].title}" in (tmp_path / "growth.html").read_text()
     for point in found["points"]["model"]:
-        assert point["model_mb"] == pytest.approx(point["size"], rel=0.05)
+        assert point["sent_mb"] == pytest.approx(point["size"], rel=0.05)
     assert found["bends_first"] in (tmp_path / "growth.html").read_text()
 
 
@@ -178,8 +178,8 @@ def test_what_bends_first_is_the_cost_per_unit_that_rises_at_the_smallest_multip
     # Per silo .5, .1, .1, .4 s: four times the least at 10,000. Per item 1, 1, 1.4, 1.4 s: at most 1.4 times.
     measured = {"silos": points(5, 10, 100, 4000), "items": points(10, 100, 1400, 14000)}
     assert what_bends_first(measured) == (
-        "The time per round over silos bends first: at 10,000 silos it is 0.4 s per unit, 4.0 times that at 100 "
-        "(0.1 s)."
+        "The time per round over the number of silos bends first: at 10,000 silos it is 0.4 s per unit, 4.0 times "
+        "that at 100 (0.1 s)."
     )
     assert what_bends_first({"items": measured["items"]}).startswith("Nothing bends")
 

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedmq.config.sections import Wire
 from fedmq.wire.codec import encode_body
+from fedmq.wire.compression import Settings, decoded, encoded
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.key_agreement import Ephemeral, answer_rekey, begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity
@@ -65,10 +66,21 @@ _NOTHING_HIDDEN = Wire()
 
 def golden_messages() -> dict[str, Message]:
     """All message kinds after the handshake and all payload kinds, by file name."""
-    messages = _messages() | _of_data()
+    messages = _compressed() | _messages() | _of_data()
     messages["status"] = Message(down(Kind.STATUS), (RunStatus('{"run": "größer-0123456789ab"}'),))
     messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
     return {name: replace(message, head=HEAD) for name, message in messages.items()}
+
+
+def _compressed() -> dict[str, Message]:
+    """An update in each form in which it may be compressed."""
+    floats, settings = np.arange(9, dtype=np.float32) / 8, Settings(fraction=0.3)
+    buffers = {form: encoded(form, floats, settings) for form in ("bfloat16", "int8", "top_k")}
+    # Not encoded here: the bits of the factors depend on the machine.
+    segments = np.array([2, 3, 1, 3, 1, 0])
+    buffers["low_rank"] = decoded("low_rank", (segments, floats[:8].copy()), 9)
+    deltas = {form: Delta(LAYOUT.digest, buffer, 300) for form, buffer in buffers.items()}
+    return {f"reply-delta_{form}": Message(up(Kind.REPLY, reply_to=5), (delta,)) for form, delta in deltas.items()}
 
 
 def _of_data() -> dict[str, Message]:

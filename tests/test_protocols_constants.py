@@ -88,7 +88,7 @@ def test_fedmekt_distils_with_weight_one_half() -> None:
     found = 2 * (within.train(silo, FAR).loss - without.train(silo, FAR).loss)
     expected = 0.0
     for teacher, student in zip(at(once, once.state.theta), at(once, ended), strict=True):
-        wanted, given = (teacher / 3).softmax(1), (student / 3).softmax(1)
+        wanted, given = ((DIM**0.5 / 3 * normalize(z, dim=1)).softmax(1) for z in (teacher, student))
         expected += 0.5 * 9 * float((wanted * (wanted / given).log()).sum(1).mean())
     assert found > 1e-4
     assert found == pytest.approx(expected, rel=1e-2)

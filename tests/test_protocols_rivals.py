@@ -1,0 +1,79 @@
+"""The rivals' formulas against numpy versions written from their papers and official code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.wire.payloads import PartialDelta
+from protocols import fedmekt
+from protocols.parts import aggregation
+from protocols.parts.personal_model import OWN
+from tests.golden_checks import Inputs, inputs, t
+from tests.replies import payload_of
+from tests.small_federation import population
+
+
+@pytest.fixture(name="x")
+def golden_inputs() -> Inputs:
+    return inputs("baselines")
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    return z - z.max(-1, keepdims=True) - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ FedMEKT
+def test_fedmekt_distils_embeddings_with_entries_of_mean_square_one(x: Inputs) -> None:
+    student, teacher = (z / np.sqrt((z**2).mean(1, keepdims=True)) for z in (x["z"], x["teacher"]))
+    wanted, given = log_softmax(teacher / 3), log_softmax(student / 3)
+    expected = 9 * (np.exp(wanted) * (wanted - given)).sum(1).mean()
+    # The length of the embeddings has no effect, as that of unit-length ones has none.
+    given_codes, wanted_codes = fedmekt.rescaled(t(x["z"] / 7)), fedmekt.rescaled(t(x["teacher"]))
+    assert float(fedmekt.divergence(given_codes, wanted_codes, 3.0)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_fedmekts_divergence_is_half_the_squared_distance_whatever_the_width() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for width in (64, 4096):
+        teacher = torch.nn.functional.normalize(torch.randn(16, width, generator=generator).double(), dim=1)
+        near = torch.nn.functional.normalize(teacher + 0.1 * torch.randn(16, width, generator=generator) / width**0.5)
+        found = fedmekt.divergence(fedmekt.rescaled(near), fedmekt.rescaled(teacher), 3.0)
+        assert float(found) == pytest.approx(0.5 * float((near - teacher).square().sum(1).mean()), rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------ pFedMMA
+def test_a_pfedmma_silo_trains_its_adapters_and_nothing_else() -> None:
+    frozen, trained = population("pfedmma"), population("pfedmma", {"heads": "personal"})
+    layout = frozen.model.layout
+    names = [entry.name for entry in layout.entries]
+    for run, layers in ((frozen, [name for name in names if ".adapters." in name]), (trained, names)):
+        run.train(run.eligible[0])
+        moved = run.model.flat.detach() != run.model.initial()
+        places = dict(zip(names, aggregation.places(layout, names), strict=True))
+        assert [name for name in names if moved[places[name]].any()] == layers
+
+
+def test_pfedmmas_middle_layer_is_the_mean_of_the_silos_by_samples() -> None:
+    run = population("pfedmma")
+    replies = run.replies()
+    updates = [payload_of(reply, PartialDelta) for reply in replies]
+    trained = [update for update in updates if update.buffer.any()]  # in the first round single-modality silos idle
+    layers = np.array([update.buffer for update in trained], np.float64)
+    expected = np.average(layers, axis=0, weights=[update.n_samples for update in trained])
+    merged = run.protocol.merge(run.state, replies, 0).state.theta
+    change = aggregation.extract(merged - run.state.theta, run.model.layout, updates[0].names)
+    np.testing.assert_allclose(change.numpy(), expected, rtol=1e-4, atol=1e-7)
+    assert np.abs(expected).max() > 1e-4
+    assert all(OWN in run.personal[reply.silo.index] for reply in replies)
+
+
+def test_multi_modal_adapters_start_from_kaimings_values_except_the_up_projection() -> None:
+    model, start = population("pfedmma").model, population("pfedmma").model.initial()
+    for entry, place in zip(
+        model.layout.entries, aggregation.places(model.layout, list(model.layout.by_name)), strict=True
+    ):
+        if ".adapters." in entry.name and entry.name.endswith(".weight"):
+            std = 0.01 if ".up." in entry.name else (2 / entry.shape[0]) ** 0.5
+            assert float(start[place].std()) == pytest.approx(std, rel=0.5)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import PartialDelta
-from protocols import fedmekt
-from protocols.parts import aggregation
+from protocols import creamfl, fedmekt, mfcpl, moon
+from protocols.parts import aggregation, training
+from protocols.parts.class_prototypes import Shared
 from protocols.parts.personal_model import OWN
 from tests.golden_checks import Inputs, inputs, t
 from tests.replies import payload_of
@@ -77,3 +79,76 @@ def test_multi_modal_adapters_start_from_kaimings_values_except_the_up_projectio
         if ".adapters." in entry.name and entry.name.endswith(".weight"):
             std = 0.01 if ".up." in entry.name else (2 / entry.shape[0]) ** 0.5
             assert float(start[place].std()) == pytest.approx(std, rel=0.5)
+
+
+# -------------------------------------------------------------------------------------------------------------- MFCPL
+def unit(z: np.ndarray) -> np.ndarray:
+    return z / np.linalg.norm(z, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("has", [(True, True), (True, False), (False, True)])
+def test_mfcpl_draws_the_mean_of_a_pair_and_contrasts_each_modality_with_the_complete_prototypes(
+    x: Inputs, has: tuple[bool, bool]
+) -> None:
+    n, classes = len(x["y"]), len(x["protos"])
+    known = np.array([1, 1, 0, 1], bool)  # class 2 has no prototype: its items have no term
+    prototypes = np.stack([x["protos"], x["protos"][::-1]])
+    codes = [unit(z) if there else None for z, there in zip((x["z"], x["zg"]), has, strict=True)]
+    rows = [i for i in range(n) if known[x["y"][i]]]
+    complete = prototypes.mean(0)
+    shared = np.mean([z for z in codes if z is not None], axis=0)
+    expected = 0.3 * np.mean([((shared[i] - complete[x["y"][i]]) ** 2).sum() for i in rows])
+    kept = np.flatnonzero(known)
+    for z in codes:
+        if z is not None:
+            scores = log_softmax(z @ unit(complete[known]).T / 0.2)
+            expected += 0.7 * np.mean([-scores[i, int(np.flatnonzero(kept == x["y"][i])[0])] for i in rows])
+    valid = torch.from_numpy(known)
+    terms = mfcpl.proto_terms(
+        *(None if z is None else t(z) for z in codes),
+        torch.nn.functional.one_hot(torch.from_numpy(x["y"]), classes).double(),
+        Shared(t(prototypes[0]), t(prototypes[1]), valid, valid),
+        mfcpl.MfcplOptions(cmpr=0.3, cmpc=0.7, proto_tau=0.2),
+    )
+    assert len(rows) < n
+    assert float(torch.stack(terms).sum()) == pytest.approx(expected, rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ MOON, CreamFL
+def test_moons_gradient_is_that_of_its_equation(x: Inputs) -> None:
+    """By central differences of the equation, written as a fraction of exponentials."""
+
+    def contrast(z: np.ndarray) -> float:
+        cosines = [(unit(z) * unit(other)).sum(1) for other in (x["zg"], *x["zprev"])]
+        likelihoods = np.exp(np.array(cosines) / 0.5)
+        return float(-np.log(likelihoods[0] / likelihoods.sum(0)).mean())
+
+    z = t(x["z"]).requires_grad_()
+    value = moon.model_contrast(z, t(x["zg"]), list(t(x["zprev"])), 0.5)
+    (gradient,) = torch.autograd.grad(value, z)
+    assert float(value.detach()) == pytest.approx(contrast(x["z"]), rel=1e-12)
+    for place in np.ndindex(2, 3):
+        step = np.zeros_like(x["z"])
+        step[place] = 1e-6
+        slope = (contrast(x["z"] + step) - contrast(x["z"] - step)) / 2e-6
+        assert float(gradient[place]) == pytest.approx(slope, abs=1e-8)
+
+
+def test_creamfl_sums_the_contrast_between_modalities_and_averages_the_one_within(x: Inputs) -> None:
+    codes, shared, last = (
+        {"image": unit(image), "text": unit(text)} for image, text in zip(x["f"], (x["zg"], *x["zprev"]), strict=True)
+    )
+    rows, expected = np.array([4, 0, 7]), 0.0
+    for name, other in (("image", "text"), ("text", "image")):
+        z = codes[name][rows]
+        expected -= 0.5 * log_softmax(z @ shared[other].T / 0.5)[np.arange(3), rows].mean()
+    pairs = [(codes[m][rows] * each[m][rows]).sum(1) for each in (shared, last) for m in ("image", "text")]
+    both = np.stack([np.concatenate(pairs[:2]), np.concatenate(pairs[2:])], 1)  # the code stacks both modalities
+    expected -= 0.5 * log_softmax(both / 0.5)[:, 0].mean()
+    tensors = ({name: t(z) for name, z in each.items()} for each in (shared, last))
+    terms = creamfl.contrasts(*tensors, inter=0.5, intra=0.5, kd=0.0, tau=0.5)
+    assert terms is not None
+    outs = [Out(*3 * (t(codes[name][rows]),)) for name in ("image", "text")]
+    found = terms(training.Step(rows, None, lambda *_: torch.zeros(())), *outs)
+    assert found is not None
+    assert float(found) == pytest.approx(expected, rel=1e-9)

@@ -6,6 +6,12 @@ with decay 0.9, and a distillation weight of 0.3; the rest is our reading. A sil
 moving average of the downloaded models' embeddings. This bank replaces the global representations of the public set: it
 is the target of the contrasts between and within modalities and of the distillation, and never leaves the silo. A silo
 with one modality trains the contrast within it and the distillation.
+
+The contrasts are those of the paper and of its code (FLAIR-THU/CreamFL, ``MMClientTrainer``): the inter-modal one is
+summed over both directions, the intra-modal one is the mean over a silo's modalities, and both have weight 0.5.
+Departures: the bank replaces the public set; the temperature is that of RCSR's comparison, 0.07, where the paper has
+0.5; and silos distil, where the paper's coordinator does. The paper trains five local epochs a task:
+``training.local_epochs: 5``.
 """
 
 from __future__ import annotations
@@ -99,7 +105,9 @@ def contrasts(
     tau: float,
     directions: bool = False,
 ) -> training.Extra | None:
-    """Both contrasts and the distillation, summed over the silo's modalities; None if all weights are 0.
+    """Both contrasts and the distillation over the silo's modalities; None if all weights are 0.
+
+    The intra-modal contrast is a mean over modalities, the other two terms are sums, as in CreamFL's code.
 
     Args:
         shared: global embeddings [n, d] of the training items, by modality.
@@ -119,6 +127,7 @@ def contrasts(
 
     def terms(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         losses = []
+        trained = sum(out is not None for out in (image, text))
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
                 continue
@@ -129,7 +138,7 @@ def contrasts(
                 losses.append(inter * inter_modal(query, bank, rows.to(z.device), tau))
             if intra and name in last:
                 new, old = (scaled(codes[name][rows].to(z.device)) for codes in (shared, last))
-                losses.append(intra * intra_modal(query, new, old, tau))
+                losses.append(intra / trained * intra_modal(query, new, old, tau))
             if kd:
                 losses.append(kd * distillation(z, shared[name][rows].to(z.device)))
         return torch.stack(losses).sum() if losses else None

@@ -5,8 +5,12 @@ coordinator. A silo trains its personal model on its own pairs, then on the publ
 global representations, and uploads its representations of the public pairs. The coordinator averages these for each
 item, giving a silo more weight where its representation retrieves the item's other modality among the global ones. It
 distils the average into the global model while training that on the public pairs, and sends the new model's
-representations down, as float16. The coordinator's model is evaluated. All use one architecture; before the first merge
-the initial model's representations are sent (our choice).
+representations down, as float16. The coordinator's model is evaluated. The paper trains five local epochs a task:
+``training.local_epochs: 5``.
+
+Departures: all use one architecture; before the first merge the initial model's representations are sent, where the
+code's coordinator first trains an epoch on the public pairs; and a silo trains all epochs on its own pairs before those
+on the public ones, where the code (FLAIR-THU/CreamFL) alternates them epoch by epoch.
 """
 
 from __future__ import annotations

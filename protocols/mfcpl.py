@@ -1,12 +1,20 @@
 """MFCPL (our reading): silos train towards class prototypes reported by the paired silos (Le et al., 2025).
 
-We found no official code, and the abstract leaves weights and details open, so results are those of our reading. Paired
-silos report the mean embedding of each class and modality; the coordinator averages them for each class, equally over
-silos. Every silo adds three terms to FedAvg's loss, each with weight 1:
+Paired silos report the mean embedding of each class and modality; the coordinator averages them for each class, equally
+over silos (the paper's eq 4). A class's complete prototype is the mean over both modalities. Every silo minimises its
+base loss plus cmpr CMPR + cmpc CMPC + cma CMA:
 
-- CMPR, the squared distance to the class's complete prototype, the mean over both modalities;
-- CMPC, a cosine contrast at temperature 0.5 with the *other* modality's prototypes, the sample's class as the target;
-- CMA, 1 - cos between the two embeddings of a pair, in paired silos.
+- CMPR (eq 5), at the level that modalities share: the squared distance of the item's embedding, the mean over the
+  modalities that the silo has, to its class's complete prototype;
+- CMPC (eq 8), at the level of each modality: the cosine contrast of its embedding with the complete prototypes of all
+  classes, the item's class as the target, at temperature ``proto_tau``;
+- CMA: 1 - cos between the two embeddings of a pair, in paired silos.
+
+We found no official code and had no full text of the paper, only its abstract, introduction and quotations of its
+equations: what the terms compare follows these, while weights, temperature and CMA's distance are our choices. Two
+departures follow from the model. The paper classifies, and its network has features of its own for what modalities
+share; here both class terms act on the embeddings that are ranked, and draw the items of a class together, which
+retrieval has to tell apart: tune their weights first. A lacking modality is left out, not filled with zeros.
 
 Data without labels get ten pseudo-classes. At first paired silos report K-means centroids of their captions, embedded
 by the initial model, which is close to the frozen encoder. Once as many silos as a synchronous cohort, or half of the
@@ -21,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -65,26 +73,28 @@ class MfcplOptions(fedavg.AnchoredOptions):
 
     Args:
         cmpr: weight of the regulariser towards complete prototypes.
-        cmpc: weight of the contrast with the other modality's prototypes.
+        cmpc: weight of the contrast with prototypes.
         cma: weight of the alignment of pairs.
         proto_tau: temperature of the contrast.
+        contrast: contrast with the ``complete`` prototypes, or with those of the ``other`` modality.
         classes: number of pseudo-classes for data without labels.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **fedavg.AnchoredOptions.OF,
-        "cmpc": ("proto_tau",),
+        "cmpc": ("proto_tau", "contrast"),
     }
 
     cmpr: NonNegative = 1.0
     cmpc: NonNegative = 1.0
     cma: NonNegative = 1.0
     proto_tau: Positive = 0.5
+    contrast: Literal["complete", "other"] = "complete"
     classes: Annotated[int, Field(ge=2)] = 10
 
 
 def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor:
-    """CMPR of one modality: mean_i ||z_i - sum_c m_ic P_c||^2.
+    """CMPR: mean_i ||z_i - sum_c m_ic P_c||^2.
 
     Args:
         z: [B, d].
@@ -124,14 +134,13 @@ def proto_terms(
         return []
     known = (known[rows] / known[rows].sum(1, keepdim=True))[:, valid]
     by_modality = (shared.image[valid], shared.text[valid])
-    complete, terms = (by_modality[0] + by_modality[1]) / 2, []
+    complete = (by_modality[0] + by_modality[1]) / 2
+    present = [z[rows] for z in (image, text) if z is not None]
+    terms = [options.cmpr * prototype_distance(torch.stack(present).mean(0), known, complete)] if options.cmpr else []
     for z, other in zip((image, text), by_modality[::-1], strict=True):
-        if z is None:
-            continue
-        if options.cmpr:
-            terms.append(options.cmpr * prototype_distance(z[rows], known, complete))
-        if options.cmpc:
-            terms.append(options.cmpc * prototype_contrast(z[rows], known, other, options.proto_tau))
+        if z is not None and options.cmpc:
+            prototypes = complete if options.contrast == "complete" else other
+            terms.append(options.cmpc * prototype_contrast(z[rows], known, prototypes, options.proto_tau))
     return terms
 
 
@@ -149,7 +158,7 @@ class Mfcpl(FederatedProtocol):
         self.pseudo = not context.label_names
 
     def traits(self) -> Traits:
-        """Our reading of the abstract."""
+        """Our reading of the paper."""
         return Traits(our_reading=True)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:

@@ -1,8 +1,14 @@
 """MOON: FedAvg with a contrast towards the global model and away from the silo's previous one (Li et al., 2021).
 
-Each of the two towers has its contrast; both are summed. The positive is the downloaded model, the negatives are the
-silo's models after its last trainings (one in the paper). At its first participation a silo has no negative and skips
-the term, which would be the constant log 2. Reference models run in eval mode.
+A silo minimises its base loss plus mu times the contrast (eqs 3 and 4): the cross-entropy over [cos(z, z_glob),
+cos(z, z_prev), ...] / tau with the first as the target, the mean over the batch, tau = 0.5. The positive is the
+downloaded model, the negatives are the silo's models after its last trainings (``buffer``, one in the paper), all in
+eval mode and without gradient. They belong to the silo's personal state, which is kept between rounds and after a
+restart. mu is 1, the default of the code (QinbinLi/MOON); the paper tunes it among 0.1, 1, 5 and 10.
+
+Departures: each of the two towers has its contrast, and both are summed. z is the tower's projection: with ``info_nce``
+the embedding itself, as there is no classifier behind it. A silo without a previous model skips the term. So does the
+code in the first round; a silo that it first selects later has its random initial network as the negative there.
 """
 
 from __future__ import annotations

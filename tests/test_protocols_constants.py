@@ -88,7 +88,7 @@ def test_fedmekt_distils_with_weight_one_half() -> None:
     found = 2 * (within.train(silo, FAR).loss - without.train(silo, FAR).loss)
     expected = 0.0
     for teacher, student in zip(at(once, once.state.theta), at(once, ended), strict=True):
-        wanted, given = (teacher / 3).softmax(1), (student / 3).softmax(1)
+        wanted, given = ((DIM**0.5 / 3 * normalize(z, dim=1)).softmax(1) for z in (teacher, student))
         expected += 0.5 * 9 * float((wanted * (wanted / given).log()).sum(1).mean())
     assert found > 1e-4
     assert found == pytest.approx(expected, rel=1e-2)
@@ -105,16 +105,16 @@ def test_creamfls_terms_use_rcsrs_weights_and_temperature() -> None:
         z, last = codes[name], state[f"creamfl_last_{name}"]
         within = torch.stack([(z * bank[name]).sum(1), (z * last).sum(1)], dim=1) / 0.07
         expected += 0.5 * float(cross_entropy(z @ bank[other].T / 0.07, rows))
-        expected += 0.5 * float(cross_entropy(within, torch.zeros_like(rows)))
+        expected += 0.5 / 2 * float(cross_entropy(within, torch.zeros_like(rows)))
         expected += 0.3 * float((z - bank[name]).square().mean())
     found = added(run, {"inter": 0.0, "intra": 0.0, "kd": 0.0}, "creamfl")
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("term", ["cmpr", "cmpc", "cma"])
+@pytest.mark.parametrize("term", ["cmpr", "cmpc", "other", "cma"])
 def test_mfcpls_terms_use_the_complete_or_the_other_modalitys_prototypes(term: str) -> None:
     off = {"cmpr": 0.0, "cmpc": 0.0, "cma": 0.0}
-    run = plain("mfcpl", {**off, term: 1.0})
+    run = plain("mfcpl", {**off, "cmpc": 1.0, "contrast": "other"} if term == "other" else {**off, term: 1.0})
     run.round()
     shared = run.state.tensors[class_prototypes.GLOBAL].chunk(2)
     valid = run.state.tensors[class_prototypes.VALID].chunk(2)[0]
@@ -127,9 +127,10 @@ def test_mfcpls_terms_use_the_complete_or_the_other_modalitys_prototypes(term: s
     match term:
         case "cmpr":
             complete = ((image + text) / 2)[members]
-            expected = sum(float((z - complete).square().sum(1).mean()) for z in codes)
-        case "cmpc":
-            scores = [z @ normalize(other, dim=1).T / 0.5 for z, other in zip(codes, (text, image), strict=True)]
+            expected = float(((codes[0] + codes[1]) / 2 - complete).square().sum(1).mean())
+        case "cmpc" | "other":
+            targets = (text, image) if term == "other" else 2 * ((image + text) / 2,)
+            scores = [z @ normalize(other, dim=1).T / 0.5 for z, other in zip(codes, targets, strict=True)]
             expected = sum(float(cross_entropy(each, members)) for each in scores)
         case _:
             expected = float(1 - (codes[0] * codes[1]).sum(1).mean())

@@ -122,7 +122,7 @@ class Backbone(Part):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
-    adapter_std: NonNegative = Field(0.01, description="initial standard deviation of adapter weights")
+    adapter_std: NonNegative = Field(0.01, description="initial standard deviation of adapter weights; mma: of `up`")
     head_std: NonNegative = Field(0.02, description="initial standard deviation of head weights")
 
     @model_validator(mode="after")

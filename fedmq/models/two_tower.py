@@ -8,6 +8,7 @@ multi-modal with a middle layer shared by both towers (pFedMMA). The frozen enco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -406,9 +407,10 @@ def joint_dim(backbone: Backbone, image_dim: int, text_dim: int) -> int:
 def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
     """Initial parameters float32 [P]: adapters N(0, adapter_std^2), heads N(0, head_std^2), biases zero.
 
-    Each parameter has its own generator, so its value does not depend on the other parameters. Heads on features that
-    are not aligned are initialised in the same way: as embeddings are normalised, a small standard deviation does no
-    harm.
+    The down projections and middle layers of multi-modal adapters have Kaiming's standard deviation for ReLU, as in
+    pFedMMA's code: the product of three layers that all start near zero has next to no gradient. Each parameter has its
+    own generator, so its value does not depend on the other parameters. Heads on features that are not aligned are
+    initialised in the same way: as embeddings are normalised, a small standard deviation does no harm.
     """
     parts = []
     for entry in layout.entries:
@@ -416,6 +418,8 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
             parts.append(torch.zeros(entry.size))
             continue
         std = backbone.adapter_std if ".adapters." in entry.name else backbone.head_std
+        if backbone.adapter == "mma" and ".adapters." in entry.name and ".up." not in entry.name:
+            std = math.sqrt(2 / entry.shape[0])
         parts.append(torch.randn(entry.size, generator=torch_generator(seed, "model", entry.name)) * std)
     return torch.cat(parts)
 

@@ -6,7 +6,7 @@ Personal layers stay at their silos and are never sent, not even as zeros.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -268,11 +268,15 @@ class PartialFedAvg(FederatedProtocol):
         local.model.load(self.parameters(local, task.payloads))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = training.train_epochs(local, self.context, task, base, work)
+        outcome = training.train_epochs(local, self.context, task, base, work, trains=self.trained_ranges)
         prototypes = self.fedavg.anchoring.report(local, task, filled=False)
         up = (self.update(outcome.delta, len(local.dataset)), Loss(outcome.loss), *prototypes)
         kept = {**({} if work is None else work.kept()), **self.kept(local)}
         return Trained(up, kept, outcome.loss, work is None)
+
+    def trained_ranges(self, local: Local) -> Mapping[str, slice]:
+        """Ranges of the flat buffer that a silo trains, by branch; the rest stays frozen at its initial values."""
+        return training.branches_of(local)
 
     def update(self, delta: Tensor, samples: int) -> PartialDelta:
         """Upload payload of the shared layers of a model's change [P]."""

@@ -306,6 +306,7 @@ def train_epochs(
     extra: Extra | None = None,
     lambda_s: float = 0.0,
     resumable: bool = False,
+    trains: Callable[[Local], Mapping[str, slice]] | None = None,
 ) -> TrainingResult:
     """Train for the local epochs from ``base``, which the model already holds.
 
@@ -314,12 +315,12 @@ def train_epochs(
         context: optimiser, batch size, epochs, seed.
         task: its learning rate; its number seeds the order of samples and the choice of captions.
         base: float32 [P] parameters before training.
-        work: the base loss; None if this silo has nothing to minimise yet, which leaves the model unchanged (even with
-            weight decay).
+        work: the base loss; None if this silo has nothing to minimise yet: weight decay does not move the model either.
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
         resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
             and effective only for work without its own state.
+        trains: returns the ranges of the flat buffer to train, by branch; None for :func:`branches_of`.
 
     Raises:
         RunError: the loss or the update is not finite.
@@ -328,9 +329,8 @@ def train_epochs(
         return TrainingResult(torch.zeros(base.shape), 0.0, 0.0)
     model, training = local.model, context.training
     generator = generator_of(context, local, task, "train")
-    optimisers = {
-        name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
-    }
+    ranges = (trains or branches_of)(local).items()
+    optimisers = {name: optimiser(model, training, task.learning_rate, [part]) for name, part in ranges}
     total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
     change = torch.empty_like(base)  # reused for all differences: allocating costs more than subtracting
     before, seen_before = total, seen

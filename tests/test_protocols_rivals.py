@@ -104,8 +104,10 @@ def test_mfcpl_draws_the_mean_of_a_pair_and_contrasts_each_modality_with_the_com
             scores = log_softmax(z @ unit(complete[known]).T / 0.2)
             expected += 0.7 * np.mean([-scores[i, int(np.flatnonzero(kept == x["y"][i])[0])] for i in rows])
     valid = torch.from_numpy(known)
+    image, text = (None if z is None else t(z) for z in codes)
     terms = mfcpl.proto_terms(
-        *(None if z is None else t(z) for z in codes),
+        image,
+        text,
         torch.nn.functional.one_hot(torch.from_numpy(x["y"]), classes).double(),
         Shared(t(prototypes[0]), t(prototypes[1]), valid, valid),
         mfcpl.MfcplOptions(cmpr=0.3, cmpc=0.7, proto_tau=0.2),

@@ -18,6 +18,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
+from fedmq.profiling import span
 from fedmq.runs.data_records import ReportData
 from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from fedmq.federation.protocol import ReportedValue
 
 
+@span("report")
 def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:
     """Write ``report.html``; arguments and errors as in :func:`page_of`, and DiskError."""
     write_text(folder.report, page_of(folder, captions, logged))

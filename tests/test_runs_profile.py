@@ -217,5 +217,6 @@ def test_the_table_of_a_long_run_fits_80_columns(
     print_profile(Profile({**silos, "coordinator": {"merge": 9_876.54321}}, {}, 100), RunFolder(tmp_path))
     rows = capsys.readouterr().err.splitlines()
     assert max(len(row.rstrip()) for row in rows if str(tmp_path) not in row) <= 80
+    assert rows[0].split() == ["seconds", COMMAND, "coordinator", "evaluator", "999", "silos", "per", "merge"]
     (compute,) = (row.split() for row in rows if row.startswith("compute"))
     assert compute == ["compute", "-", "-", "-", "8756666.67", "52%", "87566.667"]

@@ -51,7 +51,7 @@ def print_profile(profile: Profile, folder: RunFolder) -> None:
 
     columns = {name: profile.of_all([name]) for name in (COMMAND, COORDINATOR, EVALUATOR)}
     columns[counted(len(profile.silos), "silo")] = profile.of_all(profile.silos)
-    table = Table("time [s]", box=None, padding=(0, 2, 0, 0))
+    table = Table("seconds", box=None, padding=(0, 2, 0, 0))
     for title in (*columns, "per merge"):
         table.add_column(title, justify="right")
     for phase in (*PHASES, OTHER):

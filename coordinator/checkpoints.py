@@ -28,6 +28,7 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import State
+from fedmq.profiling import span
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.storage.cache import read_digest
 from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
@@ -312,6 +313,7 @@ class Checkpointing:
         """
         return self._committed_before.get(silo, 0) if self._counters.participations[silo] else 0
 
+    @span("disk")
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
         """Write a checkpoint after a merge.
 

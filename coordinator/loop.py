@@ -44,6 +44,7 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import MergeResult, SiloFacts, State
+from fedmq.profiling import span
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
@@ -444,6 +445,7 @@ class Loop:
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
+    @span("merge")
     def _merge(self, action: Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause

@@ -18,6 +18,7 @@ from coordinator.faults import FaultInjector, Frames
 from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
+from fedmq.profiling import party
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
@@ -237,7 +238,8 @@ class InProcessPeers(Peers):
         payloads: tuple[Payload, ...]
         kind = Kind.REPLY
         try:
-            payloads = self._peers.answers[header.receiver](request)
+            with party(header.receiver):
+                payloads = self._peers.answers[header.receiver](request)
         except DiskError:
             raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:

@@ -23,6 +23,7 @@ from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits
 from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.profiling import span
 from fedmq.runs.run_records import EvaluatedItems
 from fedmq.storage.cache import file_digest
 from fedmq.storage.logs import QUIET, Logger
@@ -245,6 +246,7 @@ class RunContext:
         return [next(waiting) if isinstance(action, Send) else action for action in actions]
 
 
+@span("start")
 def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
     """The fixed facts of a run, and the initial parameters (float32 [P]).
 

@@ -21,6 +21,7 @@ from coordinator.status import Inquiries, ScenarioReports
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
+from fedmq.profiling import span
 from fedmq.wire import key_agreement
 from fedmq.wire.channel import DISPLACED, EXPELLED, STOPPED
 from fedmq.wire.codec import decode_clear
@@ -123,6 +124,7 @@ class Roster(Peers):
         return self._clock.stopwatch() - self.refused_at
 
     @override
+    @span("wait")
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
         """Address and frames of the next message, or None after ``timeout_s`` [s]."""
         self.watch_keys()
@@ -431,6 +433,7 @@ class Roster(Peers):
             return 0
         return self._send(peer, message if isinstance(message, Message) else Message(message))
 
+    @span("send")
     def _send(self, peer: Peer, message: Message) -> int:
         """Seal, log and send a message on a session; returns its size [bytes], or 0 if it cannot be delivered."""
         message = replace(message, head=self._log.sent_head)

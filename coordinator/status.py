@@ -23,6 +23,7 @@ from fedmq.evaluation.metrics import BRIEF
 from fedmq.federation.agreement import FormatError
 from fedmq.federation.population import run_name
 from fedmq.packages import versions
+from fedmq.profiling import span
 from fedmq.runs.data_records import StatedFormat
 from fedmq.runs.result_limits import gallery_with, meaningful, own_gallery
 from fedmq.runs.run_records import MergeLine, OwnHeldOutLine
@@ -118,6 +119,7 @@ class StatusReport:
         self._error = error
         self.update(rounds, self._seen, force=True)
 
+    @span("disk")
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
         """Report the status, unless it was reported just before.
 

@@ -26,6 +26,7 @@ from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.packages import versions
+from fedmq.profiling import span
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.release import ReleaseConfig
 from fedmq.runs.results import read_metrics, result_digests
@@ -251,6 +252,7 @@ def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[s
     return optional
 
 
+@span("disk")
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
     """Write the released model and the summary.
 

@@ -20,6 +20,7 @@ from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
 from fedmq.federation.protocol import Context, MergeResult, SiloFacts, State, Update
 from fedmq.federation.updates import TRANSFORMED, damping, mixed, participation_weight, read_only
+from fedmq.profiling import span
 from fedmq.runs.run_records import MergeLine
 from fedmq.text import printable
 from fedmq.wire.compression import form_of
@@ -57,6 +58,7 @@ class ImplausibleError(RemoteWireError):
     """A reply has values so large that training has diverged, unless the silo lies."""
 
 
+@span("check")
 def validated(
     message: Message,
     run_context: RunContext,

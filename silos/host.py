@@ -27,6 +27,7 @@ from fedmq.federation.participant import raise_refused
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.packages import __version__
+from fedmq.profiling import party, span
 from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import STEP_SECONDS, Channel
@@ -148,6 +149,7 @@ class Host:
     def _recent(self) -> OrderedDict[str, Silo]:
         return OrderedDict()
 
+    @span("data")
     def silo(self, name: str) -> Silo:
         """A silo with its dataset, which is loaded unless the silo was among the last ones."""
         found = self._recent.pop(name, None)
@@ -214,7 +216,8 @@ def _answer(host: Host, name: str, message: Message, slots: Slots, joined: Calla
         silo = host.silo(name)
         member.agreed = member.agreed or AgreedSchedule(host.arguments.silo.run, silo.protocol.traits(), member.log)
         ready = ReadySilo(silo, member.agreed, member.notes)
-        reply_to(host.channels.channels[name], ready, slots, message, member.logger)
+        with party(name):
+            reply_to(host.channels.channels[name], ready, slots, message, member.logger)
         release_unused_gpu_memory()  # memory of a failed task
         member.notes.after_task(message.header.sequence, message.task.committed if message.task else 0)
 
@@ -252,6 +255,7 @@ class ChannelGroup:
         """Start connecting."""
         self._thread.start()
 
+    @span("wait")
     def receive(self) -> Item | None:
         """The next message of any peer, with the peer's name; None when all channels have finished.
 

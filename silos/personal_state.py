@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, InputError
+from fedmq.profiling import span
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import bytes_of, load_aligned, remove_unfinished, write_atomically, write_tensors
 from fedmq.text import print_line, printable
@@ -55,6 +56,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
     write_tensors(path, tensors, {_DIGEST: _digest(owner, tensors), _OWNER: owner})
 
 
+@span("disk")
 def _load(path: Path) -> dict[str, torch.Tensor]:
     """Tensors with the owner and the digest that were written with them.
 
@@ -185,6 +187,7 @@ class StateStore:
             self._numbers = sorted((*(number for number in before if number not in outdated), sequence))
         (self._folder / _EPOCHS).unlink(missing_ok=True)  # the task is done
 
+    @span("disk")
     def _replace(self, sequence: int, state: Mapping[str, torch.Tensor], outdated: Sequence[int]) -> None:
         """Write a state, and then delete those that are no longer needed."""
         kept = self._path(sequence)

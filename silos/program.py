@@ -24,6 +24,7 @@ from fedmq.federation.participant import (
 )  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.packages import __version__
+from fedmq.profiling import span
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
@@ -106,6 +107,7 @@ def run_silo(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
+@span("start")
 def _log_and_channel(
     arguments: SiloArguments,
     identity: Identity,
@@ -188,6 +190,7 @@ class SiloStart:
     data: SiteData | None = None
 
     @classmethod
+    @span("data")
     def of(cls, arguments: SiloArguments, identity: Identity) -> SiloStart:
         """Load the data.
 

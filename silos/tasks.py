@@ -39,6 +39,7 @@ from fedmq.federation.participant import (
 from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
+from fedmq.profiling import span
 from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
@@ -198,6 +199,7 @@ class Silo:
             case _:
                 return (self.measure(message),)
 
+    @span("compute")
     def answer(self, message: Message) -> tuple[Payload, ...]:
         """Train and return the payloads of the reply.
 
@@ -237,6 +239,7 @@ class Silo:
         """Compress a reply as the scenario says, see :func:`fedmq.federation.updates.compress`."""
         return updates.compress(payloads, self.scenario.compression.updates, self.context.layout, state, idle=idle)
 
+    @span("evaluate")
     def measure(self, message: Message) -> Metrics:
         """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
 
@@ -254,6 +257,7 @@ class Silo:
         # With its own data, the silo's part is the whole split.
         return measured if self.population.agreed is None else Metrics({}, measured.per_silo)
 
+    @span("evaluate")
     def measure_shared(self, message: Message) -> SiloMetrics:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
 
@@ -373,15 +377,19 @@ class Slots:
     @contextmanager
     def one(self) -> Iterator[None]:
         """Hold a slot; waits until one is free."""
-        lock(self._queue)
-        try:
-            slot = self._wait()
-        finally:
-            unlock(self._queue)
+        slot = self._take()
         try:
             yield
         finally:
             unlock(slot)
+
+    @span("slot")
+    def _take(self) -> IO[bytes]:
+        lock(self._queue)
+        try:
+            return self._wait()
+        finally:
+            unlock(self._queue)
 
     def _wait(self) -> IO[bytes]:
         pause = _FIRST_PAUSE

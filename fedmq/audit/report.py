@@ -241,12 +241,14 @@ class Evidence:
         former: processes that signed with keys which have since been replaced or removed.
         heads: heads noted before, with which the logs agree.
         page: what :func:`differing_page` says of the run's report.
+        profiled: the run folder holds a profile.
     """
 
     keys: Path | None = None
     heads: bool = False
     former: tuple[str, ...] = ()
     page: str | None = None
+    profiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -349,11 +351,12 @@ def _files(audit: Audit) -> str:
     return "the figures of the run folder that they record: model digest, metrics, traffic and merges"
 
 
-def _uncovered(audit: Audit) -> str:
+def _uncovered(audit: Audit, evidence: Evidence) -> str:
     """What no log records."""
     if not audit.compared:
         return "real times, memory and losses"
-    return "real times and memory in summary.json, and report_data.json, status.json and checkpoints/"
+    beside = ["report_data.json", "status.json", "checkpoints/", *(["profile/"] if evidence.profiled else [])]
+    return f"real times and memory in summary.json, and {enumerated(beside)}"
 
 
 def differing_page(folder: RunFolder, audit: Audit) -> str | None:
@@ -396,7 +399,7 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
         yield _keyless(audit, evidence.keys)
     if evidence.former:
         yield f"that no one else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
-    yield f"the {_uncovered(audit)}, which no signature covers"
+    yield f"the {_uncovered(audit, evidence)}, which no signature covers"
     if evidence.page is not None:
         yield printable(evidence.page)
     yield "when it happened, unless an external time stamp of the heads shows it"

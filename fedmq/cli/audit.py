@@ -156,7 +156,7 @@ def _audit(run: Path, options: _Options) -> int:
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
     former = () if known is None else known.signed_with_former(audit.signatures)
     page, expected = differing_page(RunFolder(run), audit), options.expect is not None
-    sentences = verdict(audit, Evidence(options.keys, expected, former, page))
+    sentences = verdict(audit, Evidence(options.keys, expected, former, page, RunFolder(run).profile.exists()))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)

@@ -77,6 +77,10 @@ CheckOnly = Annotated[
         help="Print what would run, with estimates of time, memory and traffic (with --json only these), and exit.",
     ),
 ]
+Profiled = Annotated[
+    bool,
+    typer.Option("--profile", help="Record where the time goes, by process and phase; not of silos on other machines."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
 

@@ -39,6 +39,7 @@ from fedmq.cli.options import (
     OwnKeys,
     OwnPolicy,
     ProcessOptions,
+    Profiled,
     Quiet,
     Resume,
     RunOut,
@@ -51,15 +52,18 @@ from fedmq.cli.options import (
     Whereabouts,
     silo_arguments,
 )
+from fedmq.cli.profile import begin_profile, profile_of
 from fedmq.cli.report import Live, LivePort, live_page
 from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
+from fedmq.profiling import span
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
+    from fedmq.launch.supervisor import Simulated
     from fedmq.runs.run_records import RunSummary
     from fedmq.storage.run_folder import RunFolder
 
@@ -83,6 +87,7 @@ def scenario_command(
     live: Live = False,
     live_port: LivePort = 0,
     check: CheckOnly = False,
+    profile: Profiled = False,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -94,6 +99,7 @@ def scenario_command(
     from fedmq.launch import forkserver  # noqa: PLC0415
 
     starting(quiet=quiet)
+    begin_profile(_BEGAN, on=profile)
     console = log_file is None  # otherwise only to the file, so that the display stays readable
     logs = None if log_level is None and console else _logs_of(log_level, log_file, log_format, console=console)
     file = _file_of(file, resume, extend, out_dir)
@@ -118,26 +124,30 @@ def scenario_command(
     command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
     if resume is None or extend is not None:
         _begin(folder, run.scenario, extended=extend is not None)
-    with _tracked(run, folder):
+    with profile_of(folder, on=profile), _tracked(run, folder):
         with live_page(folder, run, live_port, live=live), terminal.display(run.scenario, err, quiet=quiet) as status:
             processes = partial(supervisor.simulate, began=_BEGAN, notice=_notice)
             launch = supervisor.simulate_inline if inline else processes
             simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
-        if simulated.outcome.summary is None:
-            exit_stopped(command)
-        summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
-        _write_results(folder, summary, quiet=quiet)
+        summary = _finished(folder, simulated, command, quiet=quiet)
     terminal.print_outcome(summary, folder, command, as_json=as_json)
 
 
-def _write_results(folder: RunFolder, summary: RunSummary, *, quiet: bool) -> None:
+@span("report")
+def _finished(folder: RunFolder, simulated: Simulated, command: str, *, quiet: bool) -> RunSummary:
+    """Write the whole summary and the report; returns the summary. A stopped run exits with the command to resume."""
     from fedmq.api.results import write_report  # noqa: PLC0415
+    from fedmq.launch.supervisor import finish_summary  # noqa: PLC0415
     from fedmq.runs.report import run_report  # noqa: PLC0415
     from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
+    if simulated.outcome.summary is None:
+        exit_stopped(command)
+    summary = finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
     with run_report.warned_without_packages(folder):
         write_report(folder, None if quiet else bar())
+    return summary
 
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
@@ -154,6 +164,7 @@ def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, c
     return logs
 
 
+@span("data")
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
     """Prepare a run's data, print warnings on them, and return their folder.
 

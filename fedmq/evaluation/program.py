@@ -22,6 +22,7 @@ from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm,
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import __version__
+from fedmq.profiling import span
 from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
@@ -84,6 +85,7 @@ class Evaluator:
         counts = {name: len(items) for name, items in self.heldout.items.items()}
         self.names = tuple(name for name, count in counts.items() if count) if population.agreed is None else ()
 
+    @span("evaluate")
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
         """Evaluate a model.
 
@@ -118,6 +120,7 @@ class EvaluatorStart:
     data: SiteData | None = None
 
     @classmethod
+    @span("data")
     def of(cls, arguments: EvaluatorArguments) -> EvaluatorStart:
         """Load the data.
 
@@ -203,6 +206,7 @@ def run_evaluator(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
+@span("start")
 def _log_and_channel(
     arguments: EvaluatorArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
 ) -> tuple[MessageLog, Channel]:

@@ -40,6 +40,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.agreement import Counts, RunData, as_agreed, counts_of, encoders_of, mask_of, usable
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.models.two_tower import TwoTower
+from fedmq.profiling import span
 from fedmq.seeds import numpy_generator
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
@@ -220,6 +221,7 @@ def device_here(name: str) -> str:
         return "cpu"
 
 
+@span("data")
 def build_population(
     scenario: Scenario,
     progress: Progress | None = None,

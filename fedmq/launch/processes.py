@@ -34,6 +34,7 @@ from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.launch.forkserver import CONTEXT
 from fedmq.launch.remote_peer import Cluster, RemoteProcess
+from fedmq.profiling import child
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line, size_text
@@ -426,7 +427,7 @@ class ProcessGroup:
         if self.cluster is not None and name != COORDINATOR:
             self.processes[name] = self.cluster.start(name, *arguments)
             return
-        process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process = CONTEXT.Process(target=child(name, target), args=arguments, name=name, daemon=True)
         process.start()
         self.processes[name] = process
 

@@ -33,6 +33,7 @@ from fedmq.launch.forkserver import private_folder, warm_up
 from fedmq.launch.interrupts import say_stopping
 from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting
 from fedmq.launch.remote_peer import Cluster, refuse_freeze
+from fedmq.profiling import party, span
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
@@ -161,6 +162,7 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
+@span("data")
 def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> PeerFunctions:
     """The evaluator and every silo of a run as functions; they share one model in turn.
 
@@ -200,7 +202,7 @@ def simulate_inline(
     """
     began = time.monotonic()
 
-    with _signals(folder) as caught:
+    with _signals(folder) as caught, party(COORDINATOR):
         outcome = run_coordinator(
             CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data, logs=logs),
             status=status,
@@ -252,6 +254,7 @@ def _watch(
             measured_at = time.monotonic()
 
 
+@span("wait")
 def _next(line: Connection, supervisor: ProcessGroup) -> Any:
     """The coordinator's next report, or None after a while.
 

@@ -12,6 +12,7 @@ from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import Metric, higher_is_better
 from fedmq.evaluation.recall import fairness_of, means
+from fedmq.profiling import span
 from fedmq.runs.result_limits import Gallery, gallery_of
 from fedmq.runs.run_records import (
     AnyMetricsLine,
@@ -51,6 +52,7 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
 
 
+@span("disk")
 def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durable: bool = False) -> None:
     """Append a line to ``metrics.jsonl``, with the real date and time.
 

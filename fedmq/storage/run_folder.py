@@ -90,6 +90,16 @@ class RunFolder:
         """The HTML report."""
         return self.root / "report.html"
 
+    @property
+    def profile(self) -> Path:
+        """Where the run's time went, if it was profiled."""
+        return self.root / "profile"
+
+    @property
+    def speedscope(self) -> Path:
+        """The profile for speedscope."""
+        return self.profile / "profile.speedscope.json"
+
     def messages(self, process: str) -> Path:
         """The message log of a process."""
         return self.root / "messages" / f"{process}.jsonl"

@@ -17,6 +17,7 @@ from typing import Any
 from fedmq.clock import Clock
 from fedmq.config.sections import Wire
 from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.profiling import span
 from fedmq.wire import inquiry, key_agreement
 from fedmq.wire.handshake import Accepted, HelloRefusedError, Initiated, answers, complete, initiate
 from fedmq.wire.keys import AcceptedKeys, Identity
@@ -139,6 +140,7 @@ class Channel:
         """Start connecting."""
         self._thread.start()
 
+    @span("wait")
     def receive(self, timeout: float | None = None) -> Message | None:
         """Return the next message from the coordinator, or None after ``timeout`` seconds.
 
@@ -324,6 +326,7 @@ class Channel:
             self._reported.add(line)
             self._progress(f"{self._identity.name}: {line}")
 
+    @span("send")
     def _send_sealed(self, connection: Connection, session: Session, message: Message) -> None:
         allowed = self._allowed(session, message)
         if allowed is None:

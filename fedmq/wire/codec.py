@@ -18,6 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.profiling import span
 from fedmq.wire.compression import FORMS, Compressed, decoded
 from fedmq.wire.fields import Field, FieldError, FloatMap, Names, NestedFloatMap, Real, Tensor, shown
 from fedmq.wire.layout import Layout
@@ -142,6 +143,7 @@ def unknown_version(version: object) -> RemoteWireError:
     return RemoteWireError(Reason.WIRE_VERSION, f"wire version {version}, supported here: {WIRE_VERSION}")
 
 
+@span("encode")
 def encode_body(message: Message) -> list[BytesLike]:
     """Encode everything but the header.
 
@@ -394,6 +396,7 @@ def digest(payload: Payload) -> str:
     return known
 
 
+@span("encode")
 def _digest(payload: Payload) -> str:
     total = blake3(payload.KIND.encode())
     for name, spec in payload.FIELDS.items():

@@ -21,6 +21,7 @@ from fedmq.clock import Clock
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.run_id import digest_of
 from fedmq.errors import DiskError, InputError
+from fedmq.profiling import span
 from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
@@ -176,6 +177,7 @@ class MessageLog:
         self._signer = identity, facts.run
         self.sign(SignedAt.START)
 
+    @span("log")
     def sign(self, at: SignedAt, **version: int) -> None:
         """Sign the log as it is now; does nothing before :meth:`start`, or if nothing was added since the last one.
 
@@ -198,6 +200,7 @@ class MessageLog:
         wall = max(self._clock.utc(), self._last_wall)
         return {"n": self._count, "process": self.process, "wall": wall, "previous": self._last_hash}
 
+    @span("log")
     def _append(self, kind: type[LogRecord], /, **values: object) -> int:
         """Write a record; returns its number."""
         with self._write_lock:

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedmq.config.sections import Wire
 from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.profiling import span
 from fedmq.wire.codec import (
     ALIGNMENT,
     MAX_BODY,
@@ -178,6 +179,7 @@ class Session:
         """Expected counter of the peer's next message under the keys that it used last."""
         return self._receiving.next
 
+    @span("seal")
     def seal(self, header: Header, buffers: Sequence[BytesLike]) -> Sealed:
         """Seal a body under the next counter and set the header's session and counter.
 
@@ -228,6 +230,7 @@ class Session:
         clear, buffers = self._frames(header, encode_body(message))
         return len(clear) + body_size(buffers) + TAG_BYTES
 
+    @span("open")
     def open(
         self, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY, header: Header | ShortHeader | None = None
     ) -> Opened:
@@ -349,6 +352,7 @@ class UnreadableError(RemoteWireError):
         self.header = header
 
 
+@span("open")
 def decode_opened(opened: Opened, *, max_body: int = MAX_BODY) -> Message:
     """Decode an opened message.
 

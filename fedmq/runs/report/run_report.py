@@ -20,6 +20,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
 from fedmq.packages import MissingPackageError
+from fedmq.profiling import span
 from fedmq.runs.data_records import ReportData
 from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult
@@ -62,6 +63,7 @@ def warned_without_packages(folder: RunFolder) -> Iterator[None]:
         print_line(f"warning: {error}; or run fedmq report {folder.root} where it is installed")
 
 
+@span("report")
 def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> None:
     """Write ``report.html``; arguments and errors as in :func:`page_of`, and DiskError."""
     write_text(folder.report, page_of(folder, captions, logged))

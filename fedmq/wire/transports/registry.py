@@ -10,6 +10,7 @@ import re
 from importlib.metadata import entry_points
 
 from fedmq.errors import InputError
+from fedmq.profiling import span
 from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 from fedmq.wire.transports.shared_connections import SHARED, SharedConnection, SharedListener
@@ -41,6 +42,7 @@ def schemes() -> tuple[str, ...]:
     return tuple(TRANSPORTS)
 
 
+@span("start")
 def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: ListenerKeys | None = None) -> Listener:
     """Open a listener.
 

@@ -165,7 +165,7 @@ def test_every_process_of_a_run_is_profiled_and_the_model_is_the_same(tiny: Path
     assert profile.merges == scenario.rounds
     for silo in scenario.silo_names:
         assert profile.seconds[silo].keys() >= {"start", "data", "compute", *message}
-    assert profile.seconds["coordinator"].keys() >= {"start", "data", "check", "merge", "disk", "report", *message}
+    assert profile.seconds["coordinator"].keys() >= {"start", "data", "check", "merge", "disk", *message}
     assert profile.seconds["evaluator"].keys() >= {"start", "data", "evaluate", *message}
     assert profile.seconds[COMMAND].keys() >= {"start", "data", "wait", "report"}
     for process, wall in walls(read(folder.profile)).items():

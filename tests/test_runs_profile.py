@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,16 @@ def test_a_process_that_does_something_in_another_thread_does_not_wait_meanwhile
     )
 
 
-def test_a_sentence_says_for_whom_the_rounds_wait(tmp_path: Path) -> None:
+def test_a_sentence_says_who_is_at_work_in_the_rounds_and_what_bounds_them(tmp_path: Path) -> None:
     profile = of_two_processes(tmp_path)
-    assert profile.rounds == {"the coordinator": 2.0, "silos": 3.5, "the evaluator": 0.0, "no one": 0.5}
-    assert profile.bound().endswith("waiting for silos bounds the run.")
+    assert profile.rounds == {("the coordinator",): 2.0, ("silos",): 3.5, (): 0.5}
+    assert profile.bound().endswith("no one 8%; silos bound the run.")
+    both = replace(profile, rounds={("the coordinator", "silos"): 6.0, ("silos",): 1.0, ("the coordinator",): 3.0})
+    assert both.bound() == (
+        "At work during the rounds: the coordinator 90% (30% alone), silos 70% (10% alone), "
+        "the evaluator 0% (0% alone), no one 0%; the coordinator bounds the run."
+    )
+    assert replace(profile, rounds={("silos",): 1.0, (): 3.0}).bound().endswith("waiting for messages bounds the run.")
 
 
 def test_a_run_that_ended_before_its_first_merge_has_a_profile_without_rounds(tmp_path: Path) -> None:
@@ -156,7 +163,7 @@ def test_every_process_of_a_run_is_profiled_and_the_model_is_the_same(tiny: Path
     done = completed("scenario", tiny, "--out", folder.root, "--profile", "--json", "--quiet")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model_digest"] == run(resolved(tiny), tmp_path / "threads").summary.model_digest
-    for text in ("compute", "bounds the run", str(folder.speedscope)):
+    for text in ("compute", "the run.", str(folder.speedscope)):
         assert text in done.stderr
 
     profile, scenario = write(folder), resolved(tiny)

@@ -58,7 +58,8 @@ def print_profile(profile: Profile, folder: RunFolder) -> None:
         parts = [(each[phase], share(each, phase)) for each in columns.values()]
         if any(seconds for seconds, _ in parts):
             cells = [f"{seconds:.2f} {part:>4.0%}" if seconds else "-" for seconds, part in parts]
-            table.add_row(phase, *cells, f"{parts[-1][0] / max(1, profile.merges):.3f}")
+            silos = parts[-1][0]
+            table.add_row(phase, *cells, f"{silos / max(1, profile.merges):.3f}" if silos else "-")
     err.print(table)
     err.print(profile.bound(), markup=False)
     err.print(f"profile      {folder.speedscope}", markup=False, soft_wrap=True)

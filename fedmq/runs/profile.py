@@ -27,8 +27,8 @@ OTHER = "other"
 #: Phases in which a process does nothing.
 _IDLE = ("wait", "slot")
 #: Who is at work: each of them counts only while those before it are not.
-_SILOS, _NO_ONE = "silos", "no one"
-_ORDER = (f"the {COORDINATOR}", _SILOS, f"the {EVALUATOR}", _NO_ONE)
+_SILOS = "silos"
+_ORDER = (f"the {COORDINATOR}", _SILOS, f"the {EVALUATOR}")
 _SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 _MAIN = "MainThread"
 
@@ -130,13 +130,13 @@ class Profile:
 
     Args:
         seconds: seconds by party and phase; a party's sum is the time for which it existed.
-        rounds: seconds of the rounds, from the first training to the last merge, by who was at work: the coordinator;
-            if it was not, a silo; if none was, the evaluator; or no one.
+        rounds: seconds of the rounds, from the first training to the last merge, by who was at work: the coordinator,
+            at least one silo, the evaluator, several of them, or no one.
         merges: number of merges.
     """
 
     seconds: Mapping[str, Mapping[str, float]]
-    rounds: Mapping[str, float]
+    rounds: Mapping[tuple[str, ...], float]
     merges: int
 
     @classmethod
@@ -173,18 +173,23 @@ class Profile:
         """What bounds the run, in a sentence."""
         if not self.rounds:
             return "The profile has no round."
-        parts = {who: share(self.rounds, who) for who in self.rounds}
-        works = ", ".join(f"{who} {part:.0%}" for who, part in parts.items())
-        most = max(parts, key=lambda who: parts[who])
-        bounds = f"waiting for {'messages' if most == _NO_ONE else most} bounds the run"
-        return f"At work during the rounds: {works} (each only while those before it wait); {bounds}."
+        whole = sum(self.rounds.values())
+        alone = {who: self.rounds.get((who,), 0.0) / whole for who in _ORDER}
+        busy = {who: sum(part for names, part in self.rounds.items() if who in names) / whole for who in _ORDER}
+        idle = self.rounds.get((), 0.0) / whole
+        works = ", ".join(f"{who} {busy[who]:.0%} ({alone[who]:.0%} alone)" for who in _ORDER)
+        most = max(alone, key=lambda who: alone[who])
+        bounds = (
+            "waiting for messages bounds" if idle > alone[most] else f"{most} {'bound' if most == _SILOS else 'bounds'}"
+        )
+        return f"At work during the rounds: {works}, no one {idle:.0%}; {bounds} the run."
 
 
 def _is_silo(party: str) -> bool:
     return party not in (COMMAND, COORDINATOR, EVALUATOR)
 
 
-def _at_work(found: Sequence[Stretch]) -> dict[str, float]:
+def _at_work(found: Sequence[Stretch]) -> dict[tuple[str, ...], float]:
     """Seconds of the rounds by who was at work, see :class:`Profile`; empty without a round."""
     began = min((each.began for each in found if each.phase == "compute"), default=0.0)
     ended = max((each.ended for each in found if each.phase == "merge"), default=0.0)
@@ -193,11 +198,13 @@ def _at_work(found: Sequence[Stretch]) -> dict[str, float]:
         if each.phase not in _IDLE and each.party != COMMAND:
             who = _SILOS if _is_silo(each.party) else f"the {each.party}"
             changes += [(each.began, 1, who), (each.ended, -1, who)]
-    active, spent = Counter[str](), dict.fromkeys(_ORDER, 0.0)
+    active, spent = Counter[str](), dict[tuple[str, ...], float]()
     for (at, step, who), (until, *_) in pairwise(sorted(changes)):
         active[who] += step
-        spent[next((each for each in _ORDER if active[each]), _NO_ONE)] += max(0.0, min(until, ended) - max(at, began))
-    return spent if ended > began else {}
+        if (seconds := min(until, ended) - max(at, began)) > 0:
+            names = tuple(each for each in _ORDER if active[each])
+            spent[names] = spent.get(names, 0.0) + seconds
+    return spent
 
 
 def share(spent: Mapping[str, float], name: str) -> float:

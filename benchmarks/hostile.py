@@ -1,4 +1,4 @@
-"""Attacks on the coordinator of an honest run: ``python -m benchmarks.hostile [--only A,B] [--limit-s 600]``.
+"""Attacks on the coordinator of an honest run: ``python -m benchmarks.hostile [--only A,B] [--limit-s 1800]``.
 
 For each attack the processes of ``scenarios/smoke.yaml``, without the last of five silos, are started over TCP on this
 machine, and the coordinator is attacked until it ends. Printed are the model's digest, the coordinator's peak memory,
@@ -61,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile", description=__doc__)
     parser.add_argument("--only", help=f"comma-separated names of {', '.join((*_RELAYS, *ATTACKS))}")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="start no attack after this time [s]")
+    parser.add_argument(
+        "--limit-s", type=float, default=1800.0, help="start no attack after this time [s]; enough for all"
+    )
     options = parser.parse_args(arguments)
     names = [_UNDISTURBED, *(options.only.split(",") if options.only else (*_RELAYS, *ATTACKS))]
     if unknown := [name for name in names[1:] if name not in (*_RELAYS, *ATTACKS)]:

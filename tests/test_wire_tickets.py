@@ -7,6 +7,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from fedmq.config.sections import Wire
 from fedmq.errors import RemoteWireError
 from fedmq.wire.keys import fingerprint
 from fedmq.wire.transports import tickets
-from fedmq.wire.transports._connection_admission import PER_KEY
+from fedmq.wire.transports._connection_admission import PARTIAL, PER_KEY, bytes_received
 from fedmq.wire.transports._zeromq import ZeroMQConnection
-from fedmq.wire.transports.base import Listener
+from fedmq.wire.transports.base import MAX_FRAME, Listener
 from fedmq.wire.transports.registry import connect, listen
 from fedmq.wire.transports.tickets import REMEMBERED, USE_SECONDS, USES, VALID_SECONDS, ConnectionKeys, ListenerKeys
 from tests.waiting import PATIENCE, wait_for
@@ -215,6 +216,82 @@ def test_a_message_of_endless_frames_ends_its_connection(listener: Listener) -> 
         pass
     attacker.shutdown(socket.SHUT_RDWR)
     attacker.close()
+
+
+@pytest.fixture
+def false_listener() -> Iterator[socket.socket]:
+    """A socket on which :func:`admitted` takes a connection's ticket without a look at it."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(PATIENCE)
+        yield made
+
+
+def dialled(listener: socket.socket, max_frame: int) -> ZeroMQConnection:
+    connection = connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys=KEYS, max_frame=max_frame)
+    assert isinstance(connection, ZeroMQConnection)
+    return connection
+
+
+def admitted(listener: socket.socket) -> socket.socket:
+    """The next connection, admitted with ZeroMQ's PLAIN mechanism as by a listener."""
+    peer, _ = listener.accept()
+    peer.settimeout(PATIENCE)
+    peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + b"\1" + bytes(31))
+    with peer.makefile("rb") as stream:
+        stream.read(64)
+        for answer in (b"\x07WELCOME", b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER"):
+            _, size = stream.read(2)
+            stream.read(size)
+            peer.sendall(b"\x04" + bytes([len(answer)]) + answer)
+    return peer
+
+
+def attack(listener: socket.socket, read: threading.Semaphore) -> None:
+    """Send a whole message and, when it is read, endless frames, until the connection is closed; on two of them."""
+    for _ in range(2):
+        with admitted(listener) as peer, contextlib.suppress(ConnectionError):
+            peer.sendall(b"\x01\x01x\x00\x01y")
+            read.acquire()
+            for _ in range(64):  # MiB; more is only more memory
+                peer.sendall((b"\x01\xfe" + bytes(254)) * (1 << 12))
+            while peer.recv(1 << 10):
+                pass
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("timeout_s", [0.0, PATIENCE, None])
+def test_a_false_coordinator_cannot_fill_a_silos_memory_with_a_message_of_endless_frames(
+    false_listener: socket.socket, timeout_s: float | None, keeps: bool
+) -> None:
+    connection = dialled(false_listener, PARTIAL if keeps else MAX_FRAME)
+    with ThreadPoolExecutor(1) as pool:
+        read = threading.Semaphore(0)
+        attacked = pool.submit(attack, false_listener, read)
+        attacked.add_done_callback(lambda _: connection.wake())
+        while not attacked.done():
+            if connection.receive(timeout_s) is not None:
+                if keeps:
+                    connection.keep()
+                read.release()
+        attacked.result()
+    connection.close()
+
+
+def test_a_coordinator_that_completed_a_handshake_may_send_a_frame_of_the_largest_size(
+    false_listener: socket.socket,
+) -> None:
+    connection, body = dialled(false_listener, 2 * PARTIAL), bytes(2 * PARTIAL)
+    with ThreadPoolExecutor(1) as pool, pool.submit(admitted, false_listener).result() as peer:
+        wait_for(connection.established)
+        connection.keep()
+        peer.sendall(b"\x01\x01x\x02" + len(body).to_bytes(8, "big") + body[1:])
+        wait_for(lambda: bytes_received(connection._descriptor or 0) > len(body))
+        assert connection.receive(0.0) is None
+        peer.sendall(body[:1])
+        received = connection.receive(PATIENCE)
+    assert received is not None and received[1].nbytes == len(body)
+    assert connection.established() == 1
+    connection.close()
 
 
 # ------------------------------------------------------------------------------------------------- what is in clear

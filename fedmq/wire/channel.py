@@ -458,6 +458,7 @@ class Channel:
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
+        connection.keep()
         self._session, self._hello_seconds, self._unanswered_since = session, _HELLO_SECONDS, math.inf
         self._reported.clear()
         self._earlier.clear()

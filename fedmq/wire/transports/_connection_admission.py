@@ -35,8 +35,9 @@ PER_KEY = 8
 _PART = 4
 #: Bytes that a connection may bring without a whole message before its peer has completed a handshake: ZeroMQ keeps the
 #: frames of a message, however many, until the last one. Then it may bring a message of the largest size.
-_PARTIAL = 4 << 20
-_WATCH_MS = 250
+PARTIAL = 4 << 20
+#: Interval at which these bytes are counted [ms].
+WATCH_MS = 250
 #: Bytes received, in Linux's ``struct tcp_info``.
 _TCP_INFO = struct.Struct("128xQ")
 #: Refusals that are remembered.
@@ -164,8 +165,8 @@ class ConnectionAdmission:
             poller.register(each, zmq.POLLIN)
         watched = time.monotonic()
         while True:
-            ready = dict(poller.poll(None if self._gate is None else _WATCH_MS))
-            if self._gate is not None and time.monotonic() - watched >= _WATCH_MS / 1000:
+            ready = dict(poller.poll(None if self._gate is None else WATCH_MS))
+            if self._gate is not None and time.monotonic() - watched >= WATCH_MS / 1000:
                 self._end_endless()
                 watched = time.monotonic()
             if self._wakes in ready:
@@ -180,12 +181,12 @@ class ConnectionAdmission:
         with self._lock:
             counts = {each: self._messages[each] for each in (*self._unheard, *self._keys_heard)}
         for descriptor, count in counts.items():
-            received = _received(descriptor)
+            received = bytes_received(descriptor)
             with self._lock:
                 before = self._marks.get(descriptor, (0, 0))
                 if count > before[0] and descriptor in self._keys_heard:  # otherwise closed in the meantime
                     self._marks[descriptor] = (count, received)
-                most = self._max_message if descriptor in self._kept else _PARTIAL
+                most = self._max_message if descriptor in self._kept else PARTIAL
             if count == before[0] and received - before[1] > most:
                 self.shut(descriptor)
 
@@ -211,7 +212,7 @@ class ConnectionAdmission:
             self.shut(each)
 
 
-def _received(descriptor: int) -> int:
+def bytes_received(descriptor: int) -> int:
     """Bytes that a TCP connection has received; 0 if it is closed."""
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
         (received,) = _TCP_INFO.unpack(connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO.size))

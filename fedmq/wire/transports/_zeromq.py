@@ -23,7 +23,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports._connection_admission import ConnectionAdmission
+from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received
 from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number, check_sendable
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
@@ -162,6 +162,10 @@ class ZeroMQConnection(Connection):
         """Make the socket, and connect it."""
         self._socket = self._make(self._ipv6, self._keys)
         self._tried, self._admitted, self._broken = 0, False, False
+        # Of the TCP connection: its file descriptor, the bytes that it had brought when the last message was read, and
+        # how many more it may bring without another one.
+        self._descriptor: int | None = None
+        self._mark, self._most = 0, PARTIAL
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes, zmq.POLLIN)
@@ -179,30 +183,45 @@ class ZeroMQConnection(Connection):
         if timeout_s != 0:
             self._wait(timeout_s)
         received = _received(self._socket, FRAMES)
-        if received is None and self._broken:
+        if received is None and self._is_lost():
             time.sleep(_RECONNECT_MS[0] / 1000)  # as long as ZeroMQ would wait; the last messages may still arrive
             received = _received(self._socket, FRAMES)
             if received is None:
                 self.reconnect()
         if received is None:
             return None
+        self._mark = self._brought()
         frames, number = received
         check_number(number)
         return [frame.buffer for frame in frames]
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for a message, a call of :meth:`wake` or a connection that needs a new ticket."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        longest = math.inf if self._keys is None else WATCH_MS / 1000
         while True:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            ready = dict(self._poller.poll(_milliseconds(left)))
+            left = max(0.0, until - time.monotonic())
+            ready = dict(self._poller.poll(_milliseconds(min(left, longest))))
             if self._wakes in ready:
                 os.read(self._wakes, 4096)
-            if self._monitor not in ready or self._socket in ready or self._wakes in ready:
+            if self._socket in ready or self._wakes in ready or (not ready and left <= longest):
                 return
-            self._read_monitor()
-            if self._broken:
+            if self._is_lost():
                 return
+
+    def _brought(self) -> int:
+        """Bytes that the TCP connection has brought; 0 without one, or without keys."""
+        self._read_monitor()
+        return 0 if self._descriptor is None else bytes_received(self._descriptor)
+
+    def _is_lost(self) -> bool:
+        """Whether the connection broke, or brings a message without an end."""
+        return self._brought() - self._mark > self._most or self._broken
+
+    @override
+    def keep(self) -> None:
+        self._read_monitor()  # what it reports later is of another connection
+        self._most = 2 * int(self._socket.getsockopt(zmq.MAXMSGSIZE))
 
     @override
     def wake(self) -> None:
@@ -260,9 +279,12 @@ class ZeroMQConnection(Connection):
 
     def _on_trouble(self, event: int, value: int) -> None:
         """Note why a connection with a ticket is not admitted, or that it broke and needs a new one."""
+        if event == zmq.EVENT_DISCONNECTED:
+            self._descriptor = None  # soon of another file
         match event:
             case zmq.EVENT_CONNECTED:
                 self._tried += 1
+                self._descriptor, self._mark, self._most = value, 0, PARTIAL
             case zmq.EVENT_DISCONNECTED if self._admitted:
                 self._broken = True
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH if self._tried > 1:
@@ -407,7 +429,7 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | 
 
 def _milliseconds(timeout_s: float | None) -> int | None:
     # Rounded up, so that waits below one millisecond do not become a busy loop.
-    return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+    return None if timeout_s in (None, math.inf) else max(0, math.ceil(timeout_s * 1000))
 
 
 def _received(socket: zmq.Socket[bytes], most: int) -> tuple[list[zmq.Frame], int] | None:

@@ -147,6 +147,9 @@ class Connection(ABC):
     def reconnect(self) -> None:  # noqa: B027 - a transport without connections has nothing to do
         """Drop the connection, if there is one, and make a new one; what is queued may be lost."""
 
+    def keep(self) -> None:  # noqa: B027 - likewise
+        """The listener has completed a handshake: from now on, large messages are expected on this connection."""
+
     def use_keys(self, keys: ConnectionKeys) -> bool:
         """Use other keys from the next :meth:`reconnect` on, if this connection uses keys; whether they differ."""
         del keys

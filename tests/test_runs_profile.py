@@ -16,7 +16,7 @@ import pytest
 from fedmq import profiling
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
-from fedmq.cli.profile import print_profile
+from fedmq.cli.report import print_profile
 from fedmq.profiling import COMMAND, PHASES, RECORDER, party, span
 from fedmq.runs.profile import OTHER, Profile, ThreadSpans, read, speedscope, stretches, write
 from fedmq.storage.run_folder import RunFolder

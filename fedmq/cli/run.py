@@ -52,8 +52,7 @@ from fedmq.cli.options import (
     Whereabouts,
     silo_arguments,
 )
-from fedmq.cli.profile import begin_profile, profile_of
-from fedmq.cli.report import Live, LivePort, live_page
+from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
 from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.profiling import span

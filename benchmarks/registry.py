@@ -36,7 +36,7 @@ class Benchmark:
 
 #: Limits are about twice the time on two quiet cores, except for the slowest, loop and estimates.
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "delta": Benchmark("delta", 30),
+    "delta": Benchmark("delta", 120),
     "rounds": Benchmark("rounds", 60),
     "startup": Benchmark("startup", 150),
     "hamming": Benchmark("hamming", 60),

@@ -28,7 +28,7 @@ from benchmarks.measure import machine
 from benchmarks.runs import Roster, loop_seconds, roster_scenario, simulated
 from fedmq.runs.report.html import Figure, colour, document
 
-#: A cost bends where a unit of size costs more than so many times the least on its axis.
+#: A cost grows faster than its axis where it is, per unit of size, more than this many times its minimum on the axis.
 BEND = 1.5
 #: What is measured: attribute of a point, name, unit.
 COSTS = (("round_s", "time per round", "s"), ("memory_mb", "memory of all processes", "MB"), ("start_s", "start", "s"))

@@ -16,7 +16,7 @@ from fedmq.seeds import numpy_generator
 
 #: NUS-WIDE-21 as FedCAFE uses it.
 QUERIES, ITEMS, BITS, LABELS = 2_100, 193_734, 64, 21
-#: The usual loop takes a minute for all queries, and as long for each of them: it gets one in so many.
+#: The loop over single queries is measured with one query in ten: all of them would take a minute.
 _LOOP_PART = 10
 #: Probability that an item has a label.
 _RATE = 0.12

@@ -492,7 +492,7 @@ class Simulation:
         patch.setattr(coordinator.program.run_report, "write", lambda *_: None)
         patch.setattr(type(self.federation.run.scenario), "dump", lambda _: self.federation.dumped)
         patch.setattr(fedmq.evaluation.program, "WallClock", lambda: SimulatedClock(world))
-        patch.setattr(fedmq.wire.message_log, "write_all", self._write_all)
+        patch.setattr(fedmq.wire.message_log, "write_whole", self._write_whole)
         patch.setattr(fedmq.wire.message_log, "try_lock", lambda _: True)  # a dead process holds no lock
         patch.setattr(os, "fsync", lambda _: None)
         patch.setattr(coordinator.liveness, "LEAST_SECONDS", 60.0)  # simulated seconds cost real ones: heartbeats
@@ -556,7 +556,7 @@ class Simulation:
         patch.setattr(coordinator.loop, "weighted", weighted)
         patch.setattr(silos.personal_state, "write_atomically", written)
 
-    def _write_all(self, file: Any, line: bytes) -> None:
+    def _write_whole(self, file: Any, line: bytes) -> None:
         self.world.write("log", len(line), lambda size: file.write(line[:size]))
         file.write(line)
 

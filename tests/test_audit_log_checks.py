@@ -27,10 +27,11 @@ from fedmq.cli.audit import print_audit
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import write_whole
 from fedmq.wire.codec import decode, digest, encode_body
 from fedmq.wire.keys import fingerprint
 from fedmq.wire.log_events import LogEvent
-from fedmq.wire.message_log import MessageLog, write_all
+from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
@@ -330,7 +331,8 @@ FILLED = """
 import resource, sys
 from pathlib import Path
 from fedmq.wire.log_events import LogEvent
-from fedmq.wire.message_log import MessageLog, write_all
+from fedmq.storage.run_folder import write_whole
+from fedmq.wire.message_log import MessageLog
 from fedmq.clock import WallClock
 from fedmq.errors import RunError
 
@@ -371,7 +373,7 @@ def test_a_record_written_in_several_parts_is_complete(run: Path) -> None:
     whole = path.read_bytes().splitlines(keepends=True)
     with ShortWrites(path, "wb") as file:
         for line in whole:
-            write_all(file, line)
+            write_whole(file, line)
     assert path.read_bytes() == b"".join(whole)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import fedmq.wire.message_log
 from coordinator import checkpoints
@@ -21,8 +22,8 @@ from fedmq.cli.run import _on_full_disk
 from fedmq.clock import WallClock
 from fedmq.errors import DiskError, InputError
 from fedmq.storage import run_folder
-from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.message_log import MessageLog, write_all
+from fedmq.storage.run_folder import RunFolder, write_whole
+from fedmq.wire.message_log import MessageLog
 from silos import personal_state
 from silos.personal_state import StateStore
 from silos.program import run_silo
@@ -73,6 +74,17 @@ def test_a_full_disk_is_a_disk_error_of_every_file_of_tensors_and_leaves_no_file
     assert version == "1"
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
+
+
+def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: failed to write whole buffer")
+
+    monkeypatch.setattr("safetensors.serialize_file", failing)
+    with pytest.raises(OSError, match="failed to write whole buffer"):
+        run_folder.write_tensors(tmp_path / "x", {"x": torch.zeros(1)})
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:
@@ -135,9 +147,9 @@ def full_at_the_end(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def full(file: Any, line: bytes) -> None:
         if Path(file.name).stem in names and b'"at":"end"' in line:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_all(file, line)
+        write_whole(file, line)
 
-    monkeypatch.setattr(fedmq.wire.message_log, "write_all", full)
+    monkeypatch.setattr(fedmq.wire.message_log, "write_whole", full)
 
 
 def test_a_log_whose_end_cannot_be_signed_says_so_unless_another_error_ends_its_process(

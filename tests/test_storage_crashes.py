@@ -222,9 +222,12 @@ def test_a_repeated_task_starts_from_the_state_before_it(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
+TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
+
 def test_the_library_reads_tensors_of_every_type_as_written_and_only_their_owner_can(tmp_path: Path) -> None:
     flat = torch.arange(-6, 6)
-    written = {str(kind): flat.to(kind) for kind in map(torch_type, run_folder._TYPES)}
+    written = {str(kind): flat.to(kind) for kind in map(torch_type, TYPES)}
     written |= {"scalar": torch.tensor(3.5), "none": torch.zeros(0, 4), "turned": torch.randn(3, 5).t()}
     written |= {"view": flat[1:7].view(2, 3), "same": flat[1:7], "é\n": torch.ones(1, dtype=torch.bool)}
     run_folder.write_tensors(tmp_path / "x", written, {"owner": "é"})

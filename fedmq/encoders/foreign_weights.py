@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from fedmq.packages import package
 from fedmq.storage.json_files import Stored, read_json
@@ -28,7 +28,7 @@ class _Config(Stored):
     text_cfg: _Tower
 
 
-def config_in(path: str) -> dict[str, Any]:
+def config_in(path: str) -> dict[str, JsonValue]:
     """The configuration of an open_clip model in a .json file."""
     return read_json(Path(path), _Config, "a configuration of an open_clip model").plain()
 

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from io import FileIO
+from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,17 +279,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return values
 
 
-#: Names of safetensors for torch's types.
-_TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-
-
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, mode: int = 0o600
 ) -> None:
-    """Write a safetensors file. The library would copy every tensor first, which takes as long as writing it.
+    """Write a safetensors file.
 
     Args:
         path: the file.
@@ -299,28 +291,34 @@ def write_tensors(
         mode: permissions of a new file, before the umask; by default only its owner can read it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
     """
-    # The widest types first, so that all values are aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        kind = _TYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=0, opener=partial(os.open, mode=mode)) as file:
-        _write_whole(file, len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            _write_whole(file, bytes_of(tensor))
+    from safetensors import SafetensorError, serialize_file  # noqa: PLC0415 - as above
+
+    fields = {}
+    for name, each in tensors.items():
+        kind = str(each.dtype).removeprefix("torch.")
+        fields[name] = {"dtype": kind, "shape": list(each.shape), "data": bytes(bytes_of(each))}
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, mode))
+    try:
+        serialize_file(fields, path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        raise OSError(code := int(number[1]), os.strerror(code), str(path)) from error
 
 
-def _write_whole(file: FileIO, content: bytes | memoryview) -> None:
+def write_whole(file: RawIOBase, content: bytes | memoryview) -> None:
+    """Write to an unbuffered file, in several parts if need be.
+
+    Raises:
+        OSError: a part could not be written. A nearly full disk accepts a part and reports an error only at the next
+            write.
+    """
     unwritten = memoryview(content)
-    while unwritten:  # a nearly full disk accepts only a part
-        unwritten = unwritten[file.write(unwritten) :]
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) or 0 :]
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -355,7 +353,7 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
     with writing(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
-            _write_whole(file, line)
+            write_whole(file, line)
             if durable:
                 os.fsync(file.fileno())
         except BaseException:

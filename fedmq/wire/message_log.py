@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -25,7 +24,7 @@ from fedmq.profiling import span
 from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
-from fedmq.storage.run_folder import make_folder, writing
+from fedmq.storage.run_folder import make_folder, write_whole, writing
 from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_events import LogEvent, TimelineEvent
@@ -210,7 +209,7 @@ class MessageLog:
                 if os.fstat(self._file.fileno()).st_nlink < self._names:
                     raise DiskError(f"{self.path}: was deleted while {self.process} was writing it")
                 try:
-                    write_all(self._file, line)
+                    write_whole(self._file, line)
                 except BaseException:
                     # An incomplete record would break the chain for all later ones.
                     self._file.truncate(self._size)
@@ -326,18 +325,6 @@ class MessageLog:
 
 def _cause(caused_by: int | None) -> dict[str, int]:
     return {} if caused_by is None else {"caused_by": caused_by}
-
-
-def write_all(file: RawIOBase, line: bytes) -> None:
-    """Write a line to an unbuffered file, in several parts if need be.
-
-    Raises:
-        OSError: a part could not be written. A nearly full disk accepts part of a line and reports an error only at the
-            next write.
-    """
-    unwritten = memoryview(line)
-    while unwritten:
-        unwritten = unwritten[file.write(unwritten) or 0 :]
 
 
 def _encodable(text: str) -> str:

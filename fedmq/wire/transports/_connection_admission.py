@@ -28,8 +28,9 @@ from fedmq.wire.transports.tickets import ADMITTED, ListenerKeys, TicketGate, Ve
 
 #: Connections that may be open without having sent a message; the oldest are closed.
 UNHEARD = 256
-#: Connections of one key that may be open; those not heard for the longest time are closed, first of all those without
-#: a handshake: whoever uses another's ticket cannot complete one. A peer needs one, and another for an inquiry.
+#: Connections of one key that may be open; those that have been silent longest are closed, those without a
+#: completed handshake first, since a peer with a stolen ticket cannot complete one. A process needs one connection, and
+#: a second one for an inquiry.
 PER_KEY = 8
 #: Part of the process's file descriptors that connections without a message may take.
 _PART = 4

@@ -22,8 +22,8 @@ from fedmq.wire.keys import fingerprint, public_key_of, words
 LABEL = b"fedmq 1 ticket"
 TIME_BYTES, NONCE_BYTES, SIGNATURE_BYTES = 8, 16, 64
 TICKET_BYTES = 2 * 32 + TIME_BYTES + NONCE_BYTES + SIGNATURE_BYTES
-#: Difference between a ticket's time and the listener's clock up to which it is valid [s]; as large as the error of a
-#: clock that nobody sets.
+#: A ticket is valid if its time differs from the listener's clock by at most this [s]: clocks of machines without NTP
+#: are wrong by hours.
 VALID_SECONDS = 24 * 3600.0
 #: Connections that a ticket admits, and the time from the first to the last one [s]: ZeroMQ repeats a connection that
 #: fails, and a relay that sends copies ahead must not use up what their sender needs.

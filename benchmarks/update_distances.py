@@ -1,6 +1,6 @@
 """How much a method's update of one task differs from FedAvg's, as a table.
 
-    python -m benchmarks.updates scenarios/rcsr_mr50.yaml [--set training.local_epochs=8 ...] [--merges 2]
+    python -m benchmarks.update_distances scenarios/rcsr_mr50.yaml [--set training.local_epochs=8 ...] [--merges 2]
 
 A method whose update is FedAvg's to a thousandth is FedAvg under another name. For each method, all eligible silos
 train and are merged ``--merges`` times. Then each of them trains once more from the same parameters, with the same
@@ -131,7 +131,9 @@ def _spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.updates", description="Compare updates with FedAvg's.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.update_distances", description="Compare updates with FedAvg's."
+    )
     parser.add_argument("scenario", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the scenario")
     parser.add_argument("--merges", type=int, default=2, help="merges before the update that is measured")

@@ -80,14 +80,14 @@ FAULTS = {
 @contextlib.contextmanager
 def planted(fault: PlantedFault) -> Iterator[None]:
     """Have the product contain a fault."""
-    function: Any = fault.function
+    function: Any = inspect.unwrap(fault.function)  # without the decorator that profiles it
     source = textwrap.dedent(inspect.getsource(function))
     for part, other in fault.edits.items():
         assert source.count(part) == 1, f"{function.__qualname__} has changed: {part}"
         source = source.replace(part, other)
     made: dict[str, Any] = {}
     exec(f"from __future__ import annotations\n{source}", function.__globals__, made)
-    sound, function.__code__ = function.__code__, made[function.__name__].__code__
+    sound, function.__code__ = function.__code__, inspect.unwrap(made[function.__name__]).__code__
     try:
         yield
     finally:

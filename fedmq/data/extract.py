@@ -378,7 +378,7 @@ def prepare_raw(
             "val_apart": catalogue.find(data.name).val_apart,
             **save_present(into, raw.present(todo.kind)),
         }
-        image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
+        image, text = (mapped(path) for path in (image_rows, text_rows))
         warnings = _with_captions(of_vectors(image, text, counts, raw.present(todo.kind), todo.split), raw, todo.text)
         described = partial(todo.finish, vocabulary=_words(todo), warnings=warnings)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)

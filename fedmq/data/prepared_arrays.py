@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -299,6 +300,11 @@ def prepared_key(*parts: object) -> str:
     return key_of("prepared", 2, *parts)
 
 
+# NumPy parses a header with ast.literal_eval, which fails now and then if two threads use it at once (python/cpython
+# issue 106905): "AST constructor recursion depth mismatch".
+_HEADERS: Final = threading.Lock()
+
+
 def mapped(path: Path, allowed: str = _AGAIN) -> Array:
     """Memory-map an array that fedmq has written, by default of prepared data, read-only.
 
@@ -311,7 +317,8 @@ def mapped(path: Path, allowed: str = _AGAIN) -> Array:
     """
     check_regular(path, allowed, _MOST_BYTES)
     try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with _HEADERS:
+            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types on a damaged header
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(str(path), reason, allowed) from None
@@ -343,7 +350,7 @@ def finish(
     ignored: Sequence[str] = (),
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
-    image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
+    image, text = (mapped(folder / name) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
         format=1,
         digest=digest,
@@ -353,7 +360,7 @@ def finish(
         text_shape=list(text.shape[1:]),
         image_dtype=image.dtype.name,
         text_dtype=text.dtype.name,
-        captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
+        captions=int(mapped(folder / "captions.npy").max()),
         label_names=list(label_names),
         warnings=warnings,
         split=split,

@@ -36,13 +36,9 @@ _TEMPORARY = re.compile(r"\..+\.(?:html|json|jsonl|md|safetensors|yaml)\.([1-9]\
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run folder.
+    """Paths of a run folder."""
 
-    Args:
-        root: ``runs/<name>-<time>``.
-    """
-
-    root: Path
+    root: Path  # ``runs/<name>-<time>``
 
     @property
     def scenario(self) -> Path:

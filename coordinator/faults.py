@@ -51,42 +51,28 @@ class _Fired(Stored):
 
 @dataclass(frozen=True)
 class ProcessCommand:
-    """A command from the coordinator to the supervisor about a process of the run.
+    """A command from the coordinator to the supervisor about a process of the run."""
 
-    Args:
-        what: ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the
-            coordinator itself and restart it from its checkpoint.
-        name: name of the process.
-        seconds: real time of a freeze [s].
-    """
-
+    # ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the coordinator itself
+    # and restart it from its checkpoint.
     what: Literal["kill", "freeze", "stop", "start", "die"]
     name: str
-    seconds: float = 0.0
+    seconds: float = 0.0  # real time of a freeze [s]
 
 
 class FaultInjector:
-    """Injects the faults of a run on the coordinator's side.
-
-    Args:
-        script: the scenario's faults.
-        folder: the run folder; it records the faults that must not strike again after a restart.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        order: executes a process command; None without a supervisor.
-        wired: whether replies arrive as frames rather than as messages of this process.
-        issued: number and issue time [s] of each pending task, by silo, from a checkpoint.
-    """
+    """Injects the faults of a run on the coordinator's side."""
 
     def __init__(
         self,
         script: FaultSchedule,
-        folder: RunFolder,
+        folder: RunFolder,  # the run folder; it records the faults that must not strike again after a restart
         log: MessageLog,
         clock: Clock,
         *,
-        order: Callable[[ProcessCommand], None] | None,
-        wired: bool,
+        order: Callable[[ProcessCommand], None] | None,  # executes a process command; None without a supervisor
+        wired: bool,  # whether replies arrive as frames rather than as messages of this process
+        # Number and issue time [s] of each pending task, by silo, from a checkpoint.
         issued: Mapping[str, tuple[int, float]],
     ) -> None:
         self.script = script
@@ -105,15 +91,7 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------------- tasks
     def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int | None) -> TaskOutcome:
-        """The outcome of a task; the same at every call.
-
-        Args:
-            silo: the task's silo.
-            sequence: number of the task.
-            version: base version of the task.
-            work: duration of the task without faults [s].
-            cause: number of the log record of the event that caused the task.
-        """
+        """The outcome of a task that takes ``work`` [s] without faults; the same at every call."""
         known = self.issued.get(silo)
         fresh = known is None or known[0] != sequence
         if known is None or fresh:
@@ -231,13 +209,7 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------- coordinator
     def after_event(self, version: int, events: int, cause: int) -> None:
-        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events.
-
-        Args:
-            version: number of merges.
-            events: number of timeline events.
-            cause: number of the log record of the last event.
-        """
+        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events of the timeline."""
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._mark_fired(f"{place} {COORDINATOR}"):

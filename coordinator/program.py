@@ -62,33 +62,20 @@ _UNADMITTED = 32
 
 @dataclass(frozen=True)
 class CoordinatorArguments:
-    """How a coordinator is started.
-
-    Args:
-        run: the resolved run.
-        bind: URI to listen on.
-        keys: folder with the coordinator's key and the public keys of all peers.
-        out: the run folder; created if missing.
-        resume: resume from the run folder's last checkpoint.
-        data: folder of the prepared data; None to look it up.
-        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        silos_per_connection: maximum number of silos that share a connection, see
-            :mod:`fedmq.wire.transports.shared_connections`.
-        logs: options of the log for operators; None for no log.
-        metrics_port: port on 127.0.0.1 for Prometheus; None for no endpoint.
-        report: write ``report.html`` of the run's records; false where the parent writes one that shows more.
-    """
+    """How a coordinator is started."""
 
     run: ResolvedRun
-    bind: str
-    keys: Path
-    out: Path
-    resume: bool = False
-    data: Path | None = None
-    silos_per_connection: int = 1
+    bind: str  # URI to listen on
+    keys: Path  # folder with the coordinator's key and the public keys of all peers
+    out: Path  # the run folder; created if missing
+    resume: bool = False  # resume from the run folder's last checkpoint
+    data: Path | None = None  # folder of the prepared data; None to look it up
+    silos_per_connection: int = 1  # maximum number of silos that share a connection, see shared_connections
+    # Whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
     stop_silos: bool = False
-    logs: LogOptions | None = None
-    metrics_port: int | None = None
+    logs: LogOptions | None = None  # options of the log for operators; None for no log
+    metrics_port: int | None = None  # port on 127.0.0.1 for Prometheus; None for no endpoint
+    # Write ``report.html`` of the run's records; false where the parent writes one that shows more.
     report: bool = False
 
     @property
@@ -99,15 +86,10 @@ class CoordinatorArguments:
 
 @dataclass(frozen=True)
 class CoordinatorResult:
-    """How a run ended.
+    """How a run ended."""
 
-    Args:
-        phase: ``DONE`` or ``STOPPED``.
-        summary: content of ``summary.json``; None if stopped.
-    """
-
-    phase: Phase
-    summary: RunSummary | None
+    phase: Phase  # ``DONE`` or ``STOPPED``
+    summary: RunSummary | None  # content of ``summary.json``; None if stopped
 
 
 def check(scenario: Scenario, population: Population) -> None:
@@ -253,10 +235,6 @@ def _require_selectable(
 def allow_descriptors(connections: int, bind: str) -> None:
     """Raise this process's limit of open files to the system's maximum, as each connection takes one.
 
-    Args:
-        connections: number of connections that the coordinator expects.
-        bind: URI on which it listens.
-
     Raises:
         InputError: the maximum is too low for the connections.
     """
@@ -343,20 +321,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys]:
 
 @dataclass
 class _Process:
-    """State that a coordinator process keeps for the whole run, also when late silos are included.
-
-    Args:
-        arguments: how the coordinator is started.
-        clock: the run's clock.
-        roster: the run's peers.
-        log: the coordinator's message log.
-        admission: decides which peers join; None without messages.
-        order: executes the process commands of injected faults.
-        status: called with the run's status.
-        stop_wanted: true stops the run cleanly.
-        accepted: public keys of the peers; None without messages.
-        began: stopwatch when the program began to listen [s].
-    """
+    """State that a coordinator process keeps for the whole run, also when late silos are included."""
 
     arguments: CoordinatorArguments
     clock: Clock
@@ -382,13 +347,7 @@ class _Process:
         setting: tuple[RunContext, torch.Tensor] | None,
         saved: checkpoints.Checkpoint | None,
     ) -> CoordinatorResult:
-        """Run all rounds, and write the summary and the model.
-
-        Args:
-            data: the run's data.
-            setting: the result of :func:`_resumable`, if known.
-            saved: the checkpoint that the run resumes from.
-        """
+        """Run all rounds, and write the summary and the model."""
         counters = saved.counters if saved else Counters()
         waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
         counters.add_seconds("total", waited)

@@ -40,12 +40,7 @@ _PUBLIC = 0o666
 
 
 def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
-    """Whether the last evaluations had no higher mean R@1 than one before them.
-
-    Args:
-        lines: lines of ``metrics.jsonl``.
-        patience: number of evaluations; None is never over.
-    """
+    """Whether the last ``patience`` evaluations had no higher mean R@1 than one before them."""
     if patience is None:
         return False
     evaluated = {line.version: line.metrics[HEADLINE] for line in lines if isinstance(line, EvaluationLine)}
@@ -55,10 +50,6 @@ def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
 
 class BestModel:
     """Keeps the version with the highest mean R@1 in ``best/`` of the run folder; the earliest of equal ones.
-
-    Args:
-        run_context: fixed facts of the run.
-        data: the run's data.
 
     Raises:
         InputError: the record of an earlier process is damaged.
@@ -71,13 +62,7 @@ class BestModel:
         self.best = read_best(run_context.folder)
 
     def evaluated(self, version: int, metrics: Metrics, state: State) -> None:
-        """Keep a version if it is the best one so far.
-
-        Args:
-            version: number of merges.
-            metrics: metrics on the validation split.
-            state: the method's state at that version.
-        """
+        """Keep a version if it is the best one so far on the validation split."""
         value = metrics.values[HEADLINE]
         if self.best is not None and value <= self.best.value:
             return
@@ -105,14 +90,7 @@ def read_best(folder: RunFolder) -> BestVersion | None:
 def write_model(
     run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: RunData
 ) -> ReleaseConfig:
-    """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
-
-    Args:
-        run_context: fixed facts of the run.
-        theta: the model's parameters, float32 [P].
-        more: payloads released with the model.
-        data: the run's data.
-    """
+    """Write the model (float32 [P]), further payloads that inference needs, and ``config.json`` about them."""
     layout, folder, scenario = run_context.context.layout, run_context.folder.model, run_context.scenario
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
     write_atomically(folder / "model.safetensors", partial(write_tensors, tensors=tensors, mode=_PUBLIC))
@@ -175,14 +153,7 @@ def _frozen(scenario: Scenario, data: RunData) -> dict[str, str]:
 
 
 def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:
-    """The request that had a silo evaluate its personal model.
-
-    It has the number of its last committed task, and the payloads of a task based on the final version.
-
-    Args:
-        release: the released run.
-        population: the silos and their data; of a run on sites' own data that of one site.
-        silo: name of the silo.
+    """The request that had a silo evaluate its personal model, with the payloads of a task of the final version.
 
     Raises:
         InputError: the method has no personal models, or the checkpoint is missing, damaged or of other data.
@@ -222,11 +193,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
 
 
 def _agreed(release: Release) -> RunData:
-    """The facts about the data of a run on sites' own data.
-
-    Raises:
-        InputError: its agreement is missing, damaged or of another run.
-    """
+    """The facts about the data of a run on sites' own data."""
     scenario = release.scenario
     known = read_json(release.run.agreement, AgreementRecord, "what the silos of this run agreed on")
     minimum = scenario.participation.minimum

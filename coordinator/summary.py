@@ -56,15 +56,7 @@ _MEASURED = ("startup", "merge", "evaluation")
 def summary_of(
     loop: Loop, data: RunData, clock: Clock, config: ReleaseConfig, stated: AgreementRecord | None
 ) -> RunSummary:
-    """The summary of a run whose last version is evaluated.
-
-    Args:
-        loop: the finished loop.
-        data: the run's data, with the numbers of items.
-        clock: the run's clock.
-        config: configuration of the released model.
-        stated: what the processes stated about their data; None without messages.
-    """
+    """The summary of a run whose last version is evaluated."""
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
     own = _last_own_heldout(loop)
@@ -255,13 +247,6 @@ def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[s
 @span("disk")
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
     """Write the released model and the summary.
-
-    Args:
-        loop: the finished loop.
-        data: the run's data, with the numbers of items.
-        clock: the run's clock.
-        initial: initial parameters, float32 [P].
-        admission: what the processes stated about their data; None without messages.
 
     Raises:
         RunError: the method shares a model, and no silo's update changed it.

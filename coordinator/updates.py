@@ -237,15 +237,7 @@ def reason_of(message: Message) -> FailureReason:
 def weighted(
     run_context: RunContext, update: Update, states: Mapping[int, State], version: int, merged: Mapping[str, int]
 ) -> Update:
-    """A validated update with its weights in a merge, and with the branches that its silo lacks filled in.
-
-    Args:
-        run_context: fixed facts of the run.
-        update: the update.
-        states: method states by version, including the update's base version.
-        version: the version that the update is merged into.
-        merged: number of merged replies by silo, so far.
-    """
+    """A validated update with its weights in a merge into ``version``, and the branches that its silo lacks."""
     age, context = version - update.base_version, run_context.context
     layers = run_context.traits.shared_layers
     return replace(
@@ -272,12 +264,6 @@ def merged_state(
     run_context: RunContext, state: State, replies: Sequence[Update], round_: int
 ) -> tuple[MergeResult, tuple[str, ...]]:
     """Aggregate replies into the method's next state.
-
-    Args:
-        run_context: fixed facts of the run.
-        state: the method's current state.
-        replies: replies, at least one.
-        round_: number of the round.
 
     Returns:
         The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule

@@ -86,21 +86,13 @@ class _Member:
 
 @dataclass
 class Host:
-    """The silos of a host.
-
-    Args:
-        arguments: how it was started.
-        population: the data and its partition among the silos.
-        model: the two towers, which the silos share.
-        accepted: accepted public keys.
-        identities: names and keys of its silos, by name.
-    """
+    """The silos of a host."""
 
     arguments: HostArguments
-    population: Population
-    model: TwoTower
+    population: Population  # the data and its partition among the silos
+    model: TwoTower  # the two towers, which the silos share
     accepted: Accepted
-    identities: Mapping[str, Identity]
+    identities: Mapping[str, Identity]  # names and keys of its silos, by name
     clock: Clock = field(default_factory=WallClock)
     members: dict[str, _Member] = field(default_factory=dict)
 
@@ -230,13 +222,7 @@ Item = tuple[str, Message]
 
 
 class ChannelGroup:
-    """Channels that share a thread and a connection.
-
-    Args:
-        uri: URI at which the coordinator listens, with the prefix ``shared+``.
-        open_channel: ``(name, deliver)``: makes the channel of a peer that delivers what it receives to ``deliver``.
-        names: the peers.
-    """
+    """Channels that share a thread and a connection; ``open_channel(name, deliver)`` makes that of a peer."""
 
     def __init__(
         self, uri: str, open_channel: Callable[[str, Callable[[Message], None]], Channel], names: Sequence[str]
@@ -309,12 +295,7 @@ class _Link:
 
 
 def _step(links: list[_Link], *, everyone: bool) -> list[_Link]:
-    """Let the channels receive and send; returns those that are still active.
-
-    Args:
-        links: the channels that are still active.
-        everyone: also those without messages, which then check the time.
-    """
+    """Let the channels receive and send, with ``everyone`` also those without messages; returns those still active."""
     handshakes = 0
     for link in links:
         channel = link.channel

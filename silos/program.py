@@ -117,12 +117,7 @@ def _log_and_channel(
 ) -> tuple[MessageLog, Channel]:
     """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
 
-    Args:
-        arguments: how the silo was started.
-        identity: its name and key.
-        accepted: accepted public keys.
-        now: the run's time as the silo knows it, from the time stamp of its last message [s].
-        logger: the log for operators.
+    ``now`` is the run's time as the silo knows it, from the time stamp of its last message [s].
     """
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
     forbidden = None
@@ -149,17 +144,11 @@ def _log_and_channel(
 
 @dataclass(frozen=True)
 class ReadySilo:
-    """A silo that has joined.
-
-    Args:
-        silo: the silo.
-        agreed: what its coordinator may ask of it.
-        notes: notes in its log about its personal state.
-    """
+    """A silo that has joined."""
 
     silo: Silo
-    agreed: AgreedSchedule
-    notes: StateNotes
+    agreed: AgreedSchedule  # what its coordinator may ask of it
+    notes: StateNotes  # notes in its log about its personal state
 
     @classmethod
     def of(cls, silo: Silo, run: ResolvedRun, log: MessageLog) -> ReadySilo:
@@ -169,25 +158,15 @@ class ReadySilo:
 
 @dataclass(frozen=True)
 class SiloStart:
-    """A silo before it joins: its data are loaded and described.
-
-    Args:
-        arguments: how it was started.
-        identity: its key.
-        statement: what it states about its data.
-        samples: number of its training items.
-        content: digest of its data, which it declares in its log.
-        silo: ready for tasks; None until the silos have agreed on labels and inputs.
-        data: data of a silo with its own data; None in a simulated partition.
-    """
+    """A silo before it joins: its data are loaded and described."""
 
     arguments: SiloArguments
     identity: Identity
-    statement: tuple[Payload, ...]
+    statement: tuple[Payload, ...]  # what it states about its data
     samples: int
-    content: str
-    silo: Silo | None
-    data: SiteData | None = None
+    content: str  # digest of its data, which it declares in its log
+    silo: Silo | None  # ready for tasks; None until the silos have agreed on labels and inputs
+    data: SiteData | None = None  # data of a silo with its own data; None in a simulated partition
 
     @classmethod
     @span("data")

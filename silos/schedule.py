@@ -23,13 +23,7 @@ _Contents = tuple[tuple[str, int, str], ...]
 
 
 class AgreedSchedule:
-    """What the coordinator may ask of a silo, and what it has asked.
-
-    Args:
-        run: the run as the silo has it.
-        traits: the traits of its method.
-        log: the silo's log; what it records of earlier processes of the silo counts, too.
-    """
+    """What the coordinator may ask of a silo, and what it has asked, by its log also of earlier processes."""
 
     def __init__(self, run: ResolvedRun, traits: Traits, log: MessageLog) -> None:
         self._scenario, self._traits, self._log = run.scenario, traits, log

@@ -40,36 +40,23 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Check(Generic[S]):
-    """A check before a run.
-
-    Args:
-        name: what is checked.
-        fix: how to fix a problem.
-        test: checks a subject; raises an error if there is a problem, and returns its other outcomes.
-        needs: names of earlier checks; the check is left out if one of them failed.
-    """
+    """A check before a run."""
 
     name: str
-    fix: str
+    fix: str  # how to fix a problem
+    # Checks a subject; raises an error if there is a problem, and returns its other outcomes.
     test: Callable[[S], Sequence[Outcome] | None]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # names of earlier checks; the check is left out if one of them failed
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check.
-
-    Args:
-        name: what was checked.
-        verdict: whether there is a problem.
-        detail: one line for a reader.
-        fix: how to fix the problem; empty without one.
-    """
+    """The result of a check."""
 
     name: str
-    verdict: Verdict
-    detail: str
-    fix: str = ""
+    verdict: Verdict  # whether there is a problem
+    detail: str  # one line for a reader
+    fix: str = ""  # how to fix the problem; empty without one
 
 
 def refuse(checks: Sequence[Check[S]], subject: S) -> None:

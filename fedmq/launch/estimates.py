@@ -47,38 +47,24 @@ _MERGES, _MOST_SECONDS = 3, 15.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step.
-
-    Args:
-        name: name of the silo or the evaluator.
-        seconds: time that it took [s].
-        down: size of the request's payloads [bytes].
-        up: size of the answer's payloads [bytes].
-        memory: growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes].
-    """
+    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step."""
 
     name: str
-    seconds: float
-    down: int
-    up: int
-    memory: int = 0
+    seconds: float  # time that it took [s]
+    down: int  # size of the request's payloads [bytes]
+    up: int  # size of the answer's payloads [bytes]
+    memory: int = 0  # growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes]
 
 
 @dataclass
 class Rehearsal:
-    """What the first rounds took.
+    """What the first rounds took."""
 
-    Args:
-        tasks: the tasks in order; each silo's first one is slower, as libraries start up.
-        evaluations: the evaluations in order.
-        merges: number of merges.
-        seconds: time of the rounds with their evaluations [s].
-    """
-
+    # The tasks in order; each silo's first one is slower, as libraries start up.
     tasks: list[Answer] = field(default_factory=list)
-    evaluations: list[Answer] = field(default_factory=list)
+    evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
     merges: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # time of the rounds with their evaluations [s]
 
     def of(self, names: Sequence[str]) -> list[Answer]:
         """The tasks of some silos."""
@@ -104,10 +90,6 @@ def seconds_of(answers: Sequence[Answer]) -> float:
 
 def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
     """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
-
-    Args:
-        run: the run.
-        population: its data.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
@@ -151,11 +133,7 @@ def size_of(payloads: Sequence[Payload]) -> int:
 
 
 def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Answer | None:
-    """A task of the largest of some silos, from the second of two equal steps; None if the method never selects it.
-
-    Raises:
-        FedmqError: the step failed.
-    """
+    """A task of the largest of some silos, from the second of two equal steps; None if the method never selects it."""
     scenario, name = run.scenario, max(silos, key=lambda silo: len(population.train[silo.index])).name
     before, most = psutil.Process().memory_info().rss, _peak()
     model = population.build_model(scenario, device_of(scenario.device), ("image", "text"))
@@ -259,29 +237,17 @@ def _kinds(population: Population) -> dict[str, list[SiloFacts]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes.
+    """What a run takes."""
 
-    Args:
-        startup: time until all silos are ready [s].
-        rounds: time of all rounds and evaluations [s].
-        down: size of all tasks [bytes].
-        up: size of all replies [bytes].
-        memory: memory of all processes [bytes].
-        processes: number of silo processes.
-        tasks: number of tasks.
-        seconds: mean time of a task in its silo [s].
-        rehearsed: number of tasks that were carried out; 0 if a step was measured only.
-    """
-
-    startup: float
-    rounds: float
-    down: float
-    up: float
-    memory: float
-    processes: int
+    startup: float  # time until all silos are ready [s]
+    rounds: float  # time of all rounds and evaluations [s]
+    down: float  # size of all tasks [bytes]
+    up: float  # size of all replies [bytes]
+    memory: float  # memory of all processes [bytes]
+    processes: int  # number of silo processes
     tasks: int
-    seconds: float
-    rehearsed: int
+    seconds: float  # mean time of a task in its silo [s]
+    rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:

@@ -68,48 +68,28 @@ class Program(Flag):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the checks.
+    """Limits of the checks."""
 
-    Args:
-        answer_seconds: time to wait for the coordinator's answer [s].
-        log_bytes: disk space for logs [bytes].
-        spare_memory: free memory that should remain after a training step [bytes].
-    """
-
-    answer_seconds: float = 5.0
-    log_bytes: float = 50e6
-    spare_memory: float = 200e6
+    answer_seconds: float = 5.0  # time to wait for the coordinator's answer [s]
+    log_bytes: float = 50e6  # disk space for logs [bytes]
+    spare_memory: float = 200e6  # free memory that should remain after a training step [bytes]
 
 
 @dataclass
 class Starting:
-    """A program that is about to start, and what the checks have learned.
-
-    Args:
-        run: the run.
-        peer: the arguments of the silo or of the evaluator; None for another program.
-        progress: called with (what, done, total) during long steps.
-        limits: limits of the checks.
-
-    Attributes:
-        keys: its identity and the accepted public keys; None without usable ones.
-        status: the coordinator's status, if it answers.
-        guard: its policy, if it has one that can be read.
-        site: the data of a site with its own data.
-        loaded: the silo with its data; set by the check of the data.
-        reply: payloads of the reply to one training step.
-    """
+    """A program that is about to start, and what the checks have learned."""
 
     run: ResolvedRun
+    # The arguments of the silo or of the evaluator; None for another program.
     peer: SiloArguments | EvaluatorArguments | None = None
     progress: Progress | None = None
     limits: Limits = field(default_factory=Limits)
-    keys: tuple[Identity, Accepted] | None = None
-    status: StatusFile | None = None
-    guard: PolicyGuard | None = None
-    site: SiteData | None = None
-    loaded: Silo = field(init=False)
-    reply: tuple[Payload, ...] = ()
+    keys: tuple[Identity, Accepted] | None = None  # its identity and the accepted public keys; None without usable ones
+    status: StatusFile | None = None  # the coordinator's status, if it answers
+    guard: PolicyGuard | None = None  # its policy, if it has one that can be read
+    site: SiteData | None = None  # the data of a site with its own data
+    loaded: Silo = field(init=False)  # the silo with its data; set by the check of the data
+    reply: tuple[Payload, ...] = ()  # payloads of the reply to one training step
 
     @property
     def silo(self) -> SiloArguments:
@@ -325,19 +305,12 @@ def _disk(starting: Starting) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """One training step of a silo on its first batch, which is discarded.
+    """One training step of a silo on its first batch, which is discarded."""
 
-    Args:
-        protocol: the method, which trains for one epoch.
-        local: the silo with its first items.
-        task: the task.
-        steps: number of steps of a whole task.
-    """
-
-    protocol: FederatedProtocol
-    local: Local
+    protocol: FederatedProtocol  # the method, which trains for one epoch
+    local: Local  # the silo with its first items
     task: Task
-    steps: int
+    steps: int  # number of steps of a whole task
 
     @classmethod
     def of(cls, silo: Silo) -> FirstStep:

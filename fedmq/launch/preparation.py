@@ -147,13 +147,8 @@ def _on_cpu(scenario: Scenario) -> Scenario:
 def refuse_before_extraction(run: ResolvedRun, made: ExtractionPlan) -> None:
     """Refuse a scenario that cannot run on a data set, as far as that can be seen without its features.
 
-    Args:
-        run: the run.
-        made: what would be extracted.
-
     Raises:
-        InputError: a run would refuse the scenario with these data, or there are fewer training texts than
-            ``partition.clusters``.
+        InputError: a run would refuse it, or there are fewer training texts than ``partition.clusters``.
     """
     scenario = run.scenario
     if scenario.partition.kind == "dir_clusters":

@@ -53,15 +53,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine grants the processes of a run.
+    """What this machine grants the processes of a run."""
 
-    Args:
-        memory: available memory [bytes].
-        descriptors: maximum number of open files of a process.
-    """
-
-    memory: float
-    descriptors: float
+    memory: float  # available memory [bytes]
+    descriptors: float  # maximum number of open files of a process
 
 
 def limits_here() -> Limits:
@@ -83,14 +78,10 @@ def allow_descriptors() -> None:
 
 @dataclass(frozen=True)
 class Hosting:
-    """Assignment of silos to processes.
+    """Assignment of silos to processes."""
 
-    Args:
-        hosts: the silos of each host; empty if each silo is a separate process.
-        reason: why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
-    """
-
-    hosts: tuple[tuple[str, ...], ...] = ()
+    hosts: tuple[tuple[str, ...], ...] = ()  # the silos of each host; empty if each silo is a separate process
+    # Why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
     reason: str = ""
 
     @property
@@ -101,10 +92,6 @@ class Hosting:
 
 def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
     """Decide which silos of a run share a process on this machine.
-
-    Args:
-        scenario: the run's scenario.
-        limits: the limits of this machine.
 
     Raises:
         InputError: so few files may be open that the run cannot start.
@@ -145,11 +132,8 @@ def set_up_child(*, terminable: bool = True) -> None:
 
     The kernel's parent is the forkserver, which lives as long as any process holds the write end of its pipe, which
     every child inherits. So a thread waits for the end of the actual parent, and the write end is closed. Then the
-    forkserver ends as well, and the kernel kills its children, even a paused one.
-
-    Args:
-        terminable: SIGTERM ends this process. False for the coordinator, which the parent stops by a message, so that
-            it can finish writing.
+    forkserver ends as well, and the kernel kills its children, even a paused one. The coordinator ignores SIGTERM: the
+    parent stops it by a message, so that it can finish writing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if terminable else signal.SIG_IGN)
@@ -280,33 +264,18 @@ def _host_name(index: int) -> str:
 
 @dataclass
 class ProcessGroup:
-    """The processes of one run.
-
-    Args:
-        run: the run.
-        folder: the run folder.
-        keys: private folder with the keys created for this run.
-        resume: resume from the last checkpoint.
-        data: folder of the prepared data; None lets every process find it.
-        hosting: which silos share a process.
-        logs: settings of the log for operators; None for no log.
-        cluster: starts the silos and the evaluator on other machines; None starts them here.
-        sites: the sites by name, if they have data of their own.
-
-    Attributes:
-        stopped: hosted silos that a fault of the scenario keeps away.
-    """
+    """The processes of one run."""
 
     run: ResolvedRun
     folder: RunFolder
-    keys: Path
-    resume: bool
-    data: Path | None
+    keys: Path  # private folder with the keys created for this run
+    resume: bool  # resume from the last checkpoint
+    data: Path | None  # folder of the prepared data; None lets every process find it
     hosting: Hosting
-    logs: LogOptions | None = None
-    cluster: Cluster | None = None
-    sites: Mapping[str, Site] = field(default_factory=dict)
-    stopped: set[str] = field(default_factory=set)
+    logs: LogOptions | None = None  # settings of the log for operators; None for no log
+    cluster: Cluster | None = None  # starts the silos and the evaluator on other machines; None starts them here
+    sites: Mapping[str, Site] = field(default_factory=dict)  # the sites by name, if they have data of their own
+    stopped: set[str] = field(default_factory=set)  # hosted silos that a fault of the scenario keeps away
     processes: dict[str, ForkServerProcess | RemoteProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, float] = field(default_factory=dict)

@@ -32,9 +32,8 @@ from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
-from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.population import Population, build_population
 from fedmq.packages import __version__
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
@@ -90,18 +89,6 @@ class CoordinatorResult:
 
     phase: Phase  # ``DONE`` or ``STOPPED``
     summary: RunSummary | None  # content of ``summary.json``; None if stopped
-
-
-def check(scenario: Scenario, population: Population) -> None:
-    """Check that a run can start, by constructing what its programs construct.
-
-    Raises:
-        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
-            one of the user's own metrics cannot be loaded.
-    """
-    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
-    population.build_model(scenario, device_of(scenario.device), ("image", "text"))
-    measures_of(scenario.evaluation)
 
 
 def run_coordinator(

@@ -97,8 +97,8 @@ def test_preflight_compares_the_data_with_what_the_site_has_stated_in_the_run(
         assert starting.status.coordinator is not None
         known = starting.status.coordinator.model_copy(update={"committed": committed})
         starting.status = starting.status.model_copy(update={"coordinator": known})
-        (check,) = (each for _, each in CHECKS if each.name == "data")
-        (stated,) = (each for _, each in CHECKS if each.name == "data as stated before")
+        (check,) = (each for each in CHECKS if each.name == "data")
+        (stated,) = (each for each in CHECKS if each.name == "data as stated before")
         check.test(starting)
         ((found, detail),) = stated.test(starting) or ()
         assert found is verdict and re.match(words, detail), (found, detail)

@@ -43,8 +43,7 @@ from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
 from fedmq.wire.transports.shared_connections import Branch, beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, ReadySilo, reply_to
-from silos.schedule import AgreedSchedule
+from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.

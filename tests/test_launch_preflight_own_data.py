@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.federation.preflight import Result, Verdict
-from fedmq.launch.preflight import CHECKS, Program, Starting, preflight
+from fedmq.federation.preflight import Program, Result, Verdict
+from fedmq.launch.preflight import CHECKS, Starting, preflight
 from fedmq.packages import __version__
 from fedmq.runs.status import status_of
 from fedmq.storage.run_folder import RunFolder

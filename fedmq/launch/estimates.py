@@ -66,26 +66,11 @@ class Rehearsal:
     merges: int = 0
     seconds: float = 0.0  # time of the rounds with their evaluations [s]
 
-    def of(self, names: Sequence[str]) -> list[Answer]:
-        """The tasks of some silos."""
-        return [each for each in self.tasks if each.name in names]
-
-    @property
-    def evaluation_seconds(self) -> float:
-        """Time of an evaluation: the shortest [s]."""
-        return min((each.seconds for each in self.evaluations), default=0.0)
-
     @property
     def merge_seconds(self) -> float:
         """Time of a merge and of the coordinator's other work for a round [s]."""
         others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
         return max(0.0, self.seconds - others) / max(1, self.merges)
-
-
-def seconds_of(answers: Sequence[Answer]) -> float:
-    """Median time of tasks, without the first third, in which libraries start up [s]."""
-    later = answers[len(answers) // 3 :]
-    return statistics.median(each.seconds for each in later)
 
 
 def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
@@ -271,15 +256,17 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     for kind, task in alone.items():
         answers = _answers(rehearsal, kinds[kind], task, population)
         out, back = (sum(counts[silo.name] for silo in kinds[kind]) for counts in (sent, merged))
-        training += back * seconds_of(answers)
-        down += out * _mean([each.down for each in answers])
-        up += back * _mean([each.up for each in answers])
+        # Without the first third, in which libraries start up.
+        training += back * statistics.median(each.seconds for each in answers[len(answers) // 3 :])
+        down += out * statistics.mean(each.down for each in answers)
+        up += back * statistics.mean(each.up for each in answers)
         tasks, replies = tasks + out, replies + back
     inline = scenario.launcher == "inline"
     processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or scenario.silos.count
     at_once = 1 if inline else max(1, min(scenario.slots, len(os.sched_getaffinity(0))))
     messages = 0.0 if inline else _MESSAGE_SECONDS * replies + _BYTE_SECONDS * (down + up)
-    evaluations = _evaluations(scenario) * rehearsal.evaluation_seconds
+    evaluated = sum(scenario.evaluation.due(version, scenario.rounds) for version in range(scenario.rounds + 1))
+    evaluations = evaluated * min((each.seconds for each in rehearsal.evaluations), default=0.0)
     return Estimate(
         startup=started + (0.0 if inline else _READY_SECONDS) + processes * _START_SECONDS,
         rounds=(training + messages + evaluations) / at_once + scenario.rounds * rehearsal.merge_seconds,
@@ -296,12 +283,9 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
 def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, population: Population) -> list[Answer]:
     """The tasks of some silos in the rehearsal; without any, one that is estimated from the largest silo's."""
     samples = [len(population.train[silo.index]) for silo in silos]
-    alone = replace(largest, seconds=largest.seconds * _mean(samples) / max(1, *samples))
-    return rehearsal.of([silo.name for silo in silos]) or [alone]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    alone = replace(largest, seconds=largest.seconds * statistics.mean(samples) / max(1, *samples))
+    names = [silo.name for silo in silos]
+    return [each for each in rehearsal.tasks if each.name in names] or [alone]
 
 
 def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -321,12 +305,6 @@ def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float
     total = sent.total() if plan.mode == "sync" else merged + plan.tasks_out(0)
     each = [dict.fromkeys(plan.eligible, count / len(plan.eligible)) for count in (total, merged)]
     return defaultdict(float, each[0]), defaultdict(float, each[1])
-
-
-def _evaluations(scenario: Scenario) -> int:
-    """Number of evaluations of the shared model."""
-    every, rounds = scenario.evaluation.every, scenario.rounds
-    return len({0, rounds, *(range(0, rounds + 1, every) if every else ())})
 
 
 def _memory(scenario: Scenario, population: Population, processes: int, steps: Sequence[int]) -> float:

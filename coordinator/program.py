@@ -108,7 +108,7 @@ def run_coordinator(
         status: called with the run's status a few times per second.
         stop_wanted: called between events; true stops the run cleanly, to be resumed later.
         order: executes the process commands of injected faults; None without a supervisor.
-        peers: creates all silos and the evaluator as functions of this process; None has them connect.
+        peers: makes silos and evaluator functions of this process; None has them connect.
 
     Raises:
         InputError: a key, the data or a checkpoint is invalid.
@@ -116,16 +116,16 @@ def run_coordinator(
     """
     torch.set_num_threads(1)  # merges are sums over one buffer; more threads would compete with the silos for cores
     keep_buffers()
-    scenario, folder = arguments.scenario, RunFolder(arguments.out)
+    scenario, run, folder = arguments.scenario, arguments.run, RunFolder(arguments.out)
     identity, accepted = _keys(arguments) if peers is None else (None, None)
-    population = _population(arguments)
+    population = build_population(scenario, folder=arguments.data, pooled=run.pooled) if scenario.data else None
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     data = None if population is None else population.counted(scenario)
     setting = None if data is None else _resumable(arguments, data, saved, accepted)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     began = clock.stopwatch()
     with contextlib.ExitStack() as closing:
-        admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
+        admission = None if peers is not None else admission_of(run, folder, population, saved)
         max_body, wire = own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
         if identity is not None and accepted is not None:
             # Before anything is written, so that an unusable address leaves no folder behind.
@@ -134,7 +134,7 @@ def run_coordinator(
         roster: Peers
         if peers is not None and population is not None:
             log.note(LogEvent.INLINE)
-            roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
+            roster = InProcessPeers(peers(population), run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
@@ -163,14 +163,6 @@ def _ended(
 
 def _peer_names(scenario: Scenario) -> tuple[str, ...]:
     return (*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else ()))
-
-
-def _population(arguments: CoordinatorArguments) -> Population | None:
-    """The simulated partition; None where silos have their own data."""
-    scenario = arguments.scenario
-    if scenario.data is None:
-        return None
-    return build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
 
 
 def _roster(
@@ -207,16 +199,6 @@ def _roster(
     plain = scenario.model_dump(mode="json")
     roster.inquiries = Inquiries(run, names, rounds, clock, log, admission, plain)
     return roster
-
-
-def _require_selectable(
-    arguments: CoordinatorArguments, run_context: RunContext, accepted: AcceptedKeys | None
-) -> None:
-    """Refuse a run if the keys of all silos that the method can select have been revoked."""
-    eligible = run_context.plan.eligible
-    if accepted is not None and accepted.keys().isdisjoint(eligible):
-        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
 
 
 def allow_descriptors(connections: int, bind: str) -> None:
@@ -257,7 +239,10 @@ def _resumable(
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
-    _require_selectable(arguments, run_context, accepted)
+    eligible = run_context.plan.eligible
+    if accepted is not None and accepted.keys().isdisjoint(eligible):
+        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data != run_context.data:
@@ -412,11 +397,8 @@ class _Process:
             StatusReport(run_context, clock, roster, counters, evaluation, self.status, log.logger),
             stop_wanted=self.stop_wanted,
             stop_silos=self.arguments.stop_silos,
-            late_silos=self._late_silos,
+            late_silos=lambda: isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late),
         )
-
-    def _late_silos(self) -> bool:
-        return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -27,10 +26,10 @@ from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release import ReleaseConfig, ReleasedInputs, model_card
-from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
+from fedmq.runs.release import ReleaseConfig, ReleasedInputs
+from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine
 from fedmq.storage.json_files import read_json
-from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
 from fedmq.wire.codec import digest
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.payloads import Metrics, Payload
@@ -56,10 +55,11 @@ class BestModel:
     """
 
     def __init__(self, run_context: RunContext, data: RunData) -> None:
-        path = best_path(run_context.folder)
+        path = run_context.folder.root / "best" / "best.json"  # the model is in ``model/`` next to it
         self._path, self._data = path, data
         self._run_context = replace(run_context, folder=RunFolder(path.parent))
-        self.best = read_best(run_context.folder)
+        allowed = "the record of a run's best version"
+        self.best = read_json(path, BestVersion, allowed) if path.exists() else None
 
     def evaluated(self, version: int, metrics: Metrics, state: State) -> None:
         """Keep a version if it is the best one so far on the validation split."""
@@ -70,21 +70,6 @@ class BestModel:
         digest = write_model(self._run_context, state.theta, more, self._data).model_digest
         self.best = BestVersion(version=version, metric=HEADLINE, value=value, model_digest=digest)
         write_json(self._path, self.best.plain())
-
-
-def best_path(folder: RunFolder) -> Path:
-    """The record of the best version; its model is in ``model/`` next to it."""
-    return folder.root / "best" / "best.json"
-
-
-def read_best(folder: RunFolder) -> BestVersion | None:
-    """The best version of a run; None if none is kept.
-
-    Raises:
-        InputError: its record is damaged.
-    """
-    path = best_path(folder)
-    return read_json(path, BestVersion, "the record of a run's best version") if path.exists() else None
 
 
 def write_model(
@@ -125,13 +110,6 @@ def write_model(
     )
     write_json(folder / "config.json", config.plain())
     return config
-
-
-def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSummary) -> None:
-    """Write the model card, ``model/README.md``."""
-    scenario = run_context.scenario
-    text = model_card(config, summary, scenario.protocol.label, scenario.evaluation.split)
-    write_text(run_context.folder.model / "README.md", text)
 
 
 def _texts(scenario: Scenario, data: RunData) -> Literal["sentences", "bag"]:

@@ -28,7 +28,7 @@ from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.packages import versions
 from fedmq.profiling import span
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig, model_card
 from fedmq.runs.results import read_metrics, result_digests
 from fedmq.runs.run_records import (
     EvaluatedItems,
@@ -43,7 +43,7 @@ from fedmq.runs.run_records import (
     TaskCounts,
     Traffic,
 )
-from fedmq.storage.run_folder import write_json
+from fedmq.storage.run_folder import write_json, write_text
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import EVALUATOR
 
@@ -273,6 +273,8 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         change = float(moved / before.clamp(min=torch.finfo(initial.dtype).tiny))
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
-    release.write_card(run_context, config, summary)
+    scenario = run_context.scenario
+    card = model_card(config, summary, scenario.protocol.label, scenario.evaluation.split)
+    write_text(folder.model / "README.md", card)
     loop.log.note(LogEvent.RESULT_DIGESTS, caused_by=loop.phase_cause, **result_digests(folder))
     return summary

@@ -239,24 +239,18 @@ def weighted(
 ) -> Update:
     """A validated update with its weights in a merge into ``version``, and the branches that its silo lacks."""
     age, context = version - update.base_version, run_context.context
+    aggregation, eligible, rarity = run_context.scenario.aggregation, run_context.plan.eligible, 1.0
+    if aggregation.mode != "sync" and aggregation.balance is not None:
+        mean = sum(merged[name] for name in eligible) / len(eligible)
+        rarity = participation_weight(merged[update.silo.name], mean, aggregation.balance)
     layers = run_context.traits.shared_layers
     return replace(
         update,
         staleness=age,
-        damping=damping(run_context.scenario.aggregation.staleness, age),
+        damping=damping(aggregation.staleness, age),
         payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
-        participation_weight=_participation_weight(run_context, update.silo.name, merged),
+        participation_weight=rarity,
         base=states[update.base_version],
-    )
-
-
-def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
-    """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
-    aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
-    if aggregation.mode == "sync" or aggregation.balance is None:
-        return 1.0
-    return participation_weight(
-        merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance
     )
 
 

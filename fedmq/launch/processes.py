@@ -33,7 +33,7 @@ from fedmq.config.site import Site
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.launch.forkserver import CONTEXT
-from fedmq.launch.remote_peer import Cluster, RemoteProcess
+from fedmq.launch.remote_peer import Cluster, PeerArguments, RemoteProcess
 from fedmq.profiling import child
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
@@ -172,11 +172,6 @@ def ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _print_error(error: FedmqError) -> int:
-    print_line(f"fedmq: {error}", error=True)
-    return 2 if isinstance(error, InputError) else 1
-
-
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
     """Run the coordinator; sends its status, its orders and finally its result to the parent."""
     set_up_child(terminable=False)
@@ -219,31 +214,20 @@ class _Parent:
             os._exit(_ORPHANED)
 
 
-def silo_process(arguments: SiloArguments) -> None:
-    """Run a silo."""
+def peer_process(arguments: PeerArguments) -> None:
+    """Run a silo, a host of several silos, or the evaluator."""
     set_up_child()
     try:
-        run_silo(arguments, joined=ignore_sigterm)
+        match arguments:
+            case SiloArguments():
+                run_silo(arguments, joined=ignore_sigterm)
+            case HostArguments():
+                run_host(arguments, joined=ignore_sigterm)
+            case EvaluatorArguments():
+                run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
-        sys.exit(_print_error(error))
-
-
-def host_process(arguments: HostArguments) -> None:
-    """Run a host of several silos."""
-    set_up_child()
-    try:
-        run_host(arguments, joined=ignore_sigterm)
-    except FedmqError as error:
-        sys.exit(_print_error(error))
-
-
-def evaluator_process(arguments: EvaluatorArguments) -> None:
-    """Run the evaluator."""
-    set_up_child()
-    try:
-        run_evaluator(arguments, measured=ignore_sigterm)
-    except FedmqError as error:
-        sys.exit(_print_error(error))
+        print_line(f"fedmq: {error}", error=True)
+        sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 #: Maximum number of restarts of a process; if it dies once more, the run fails.
@@ -312,23 +296,20 @@ class ProcessGroup:
 
     def start_peer(self, name: str) -> None:
         """Start or restart a silo, a host or the evaluator."""
-        root = self.folder.root
+        root, site = self.folder.root, self.sites.get(name)
         if name == EVALUATOR:
-            site = self.sites.get(name)
             evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, None, self.data, site, self.logs)
-            self._start(name, evaluator_process, evaluator)
-        elif self.hosting.hosts:
-            index = int(name.removeprefix(_HOST))
-            names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
-            if names:
-                first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
-                first = replace(first, simulated=self.cluster is None)
-                self._start(name, host_process, HostArguments(names, first, self.hosting.most, index))
-        else:
-            site = self.sites.get(name)
-            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
-            silo = replace(silo, simulated=self.cluster is None)
-            self._start(name, silo_process, silo)
+            self._start(name, peer_process, evaluator)
+            return
+        index = int(name.removeprefix(_HOST)) if self.hosting.hosts else 0
+        hosted = self.hosting.hosts[index] if self.hosting.hosts else (name,)
+        names = tuple(silo for silo in hosted if silo not in self.stopped)
+        if not names:
+            return
+        silo = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
+        silo = replace(silo, simulated=self.cluster is None)
+        host = HostArguments(names, silo, self.hosting.most, index)
+        self._start(name, peer_process, host if self.hosting.hosts else silo)
 
     def _process_of(self, name: str) -> str:
         """The process of a silo: its host, or itself."""

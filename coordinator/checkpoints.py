@@ -40,31 +40,20 @@ from fedmq.wire.message_log import MessageLog
 
 
 class CheckpointRecord(Stored):
-    """``checkpoint.json``.
-
-    Args:
-        rounds: state of the rounds machine.
-        now: the run's time [s].
-        due: arrival time [s] of each pending task's outcome, by silo.
-        counters: the counters.
-        issued: number and issue time [s] of each pending task, by silo.
-        data: digest of the prepared data.
-        trace: digest of the availability trace's file; empty if there is none.
-        digests: BLAKE3 (hex) of the state files, by name.
-        values: each state's values that are not tensors, by version.
-        digest: SHA-256 (hex) of the other keys.
-    """
+    """``checkpoint.json``."""
 
     rounds: RoundsRecord
-    now: Amount
-    due: dict[str, Annotated[float, Field(ge=0)]]
+    now: Amount  # the run's time [s]
+    due: dict[str, Annotated[float, Field(ge=0)]]  # arrival time [s] of each pending task's outcome, by silo
     counters: Counters
+    # Number and issue time [s] of each pending task, by silo.
     issued: dict[str, Annotated[list[Count | Amount], Field(min_length=2, max_length=2)]]
-    data: str
-    trace: str
-    digests: dict[str, Digest]
+    data: str  # digest of the prepared data
+    trace: str  # digest of the availability trace's file; empty if there is none
+    digests: dict[str, Digest]  # BLAKE3 (hex) of the state files, by name
+    # Each state's values that are not tensors, by version.
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
-    digest: Digest
+    digest: Digest  # SHA-256 (hex) of the other keys
 
     @property
     def own_digest(self) -> str:
@@ -84,28 +73,18 @@ _ALLOWED = "a complete checkpoint; delete this one to resume from the previous o
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a coordinator needs to resume a run with the same result.
-
-    Args:
-        rounds: state of the rounds machine.
-        states: the method's state by version: the current one, and older ones that pending tasks or evaluations are
-            based on.
-        now: the run's time [s].
-        due: arrival time [s] of each pending task's outcome, by silo; infinite on a wall clock.
-        counters: counters for the summary.
-        issued: number and issue time [s] of each pending task, by silo.
-        data: digest of the prepared data.
-        trace: digest of the availability trace's file; empty if there is none.
-    """
+    """Everything a coordinator needs to resume a run with the same result."""
 
     rounds: RoundsRecord
+    # The method's state by version: the current one, and older ones that pending tasks or evaluations are based on.
     states: Mapping[int, State]
-    now: float
-    due: Mapping[str, float]
+    now: float  # the run's time [s]
+    due: Mapping[str, float]  # arrival time [s] of each pending task's outcome, by silo; infinite on a wall clock
     counters: Counters
+    # Number and issue time [s] of each pending task, by silo.
     issued: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    data: str = ""
-    trace: str = ""
+    data: str = ""  # digest of the prepared data
+    trace: str = ""  # digest of the availability trace's file; empty if there is none
 
 
 def _existing(folder: Path) -> list[Path]:
@@ -115,15 +94,7 @@ def _existing(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
-    """Write a checkpoint, then delete all except the last two.
-
-    Args:
-        folder: ``checkpoints`` of the run folder.
-        checkpoint: the checkpoint.
-        to_disk: flushes a file or folder to disk.
-
-    Returns:
-        The new checkpoint's folder.
+    """Write a checkpoint, then delete all except the last two; returns its folder.
 
     Raises:
         RunError: the checkpoint could not be written; earlier checkpoints are untouched.
@@ -236,12 +207,6 @@ def load(folder: Path) -> Checkpoint | None:
 def check_fits(folder: Path, saved: Checkpoint, rounds: int, silos: Collection[str]) -> None:
     """Check that a checkpoint is of a run with these silos and rounds.
 
-    Args:
-        folder: ``checkpoints`` of the run folder.
-        saved: the checkpoint.
-        rounds: the run's number of rounds.
-        silos: names of its silos.
-
     Raises:
         InputError: it names another silo, or has more rounds.
     """
@@ -272,30 +237,19 @@ _PAUSE_SECONDS = 0.2
 
 
 class Checkpointing:
-    """Writes the run's checkpoints.
-
-    Args:
-        run_context: fixed facts of the run.
-        clock: the run's clock.
-        log: the coordinator's message log.
-        counters: the run's counters, including those of earlier processes.
-        roster: counts the messages of this process.
-        fault_injector: knows the issue times of tasks, and simulates a full disk.
-        committed: number of each silo's last committed task in the checkpoint that the run resumes from.
-
-    Attributes:
-        committed: number of each silo's last committed task in the last checkpoint; a silo's personal model is
-            evaluated in the state after that task.
-    """
+    """Writes the run's checkpoints."""
 
     def __init__(
         self,
         run_context: RunContext,
         clock: Clock,
         log: MessageLog,
-        counters: Counters,
-        roster: Peers,
-        fault_injector: FaultInjector,
+        counters: Counters,  # the run's counters, including those of earlier processes
+        roster: Peers,  # counts the messages of this process
+        fault_injector: FaultInjector,  # knows the issue times of tasks, and simulates a full disk
+        # Number of each silo's last committed task in the checkpoint that the run resumes from.
+        # Number of each silo's last committed task in the last checkpoint; a silo's personal model is evaluated in the
+        # state after that task.
         committed: Mapping[str, int],
     ) -> None:
         self._run_context, self._clock, self._log = run_context, clock, log
@@ -315,13 +269,7 @@ class Checkpointing:
 
     @span("disk")
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
-        """Write a checkpoint after a merge.
-
-        Args:
-            after: the rounds machine after the merge.
-            states: the method's states by version.
-            due: arrival time [s] of each pending task's outcome, by silo.
-            cause: number of the log record of the event that caused the merge.
+        """Write a checkpoint after a merge, which the event of log record ``cause`` led to.
 
         Raises:
             RunError: the checkpoint could not be written in several attempts.

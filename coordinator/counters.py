@@ -29,47 +29,31 @@ Tally = Annotated[Counter[str], Strict(strict=False), AfterValidator(_counts)]
 
 
 class Counters(BaseModel):
-    """Counters of a run.
-
-    Args:
-        up: payload tensors [bytes] by kind in all replies that reached the coordinator, merged or not.
-        down: payload tensors [bytes] by kind in all tasks sent, including resends.
-        decoded_up: size once decoded [bytes] of the kinds in ``up`` that travelled compressed.
-        decoded_down: the same of ``down``.
-        silo_up: the same as ``up`` by silo instead of by kind.
-        silo_down: the same as ``down`` by silo.
-        sent: messages that the coordinator sent.
-        received: messages that it received.
-        refused: messages that it refused, by reason.
-        participations: merged replies, by silo.
-        discarded: replies that arrived but were not merged, by reason.
-        failed: tasks without a usable reply.
-        failures: the same by reason.
-        unusable: refused replies and reported errors, by silo.
-        errors: task errors reported since the last merge that had a reply, by silo.
-        events: timeline events handled, including the present one.
-        seconds: real seconds by phase and in total, summed over resumes; until the first round, ``gathering`` is the
-            part of ``startup`` before the run's data were known.
-    """
+    """Counters of a run."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    # Payload tensors [bytes] by kind in all replies that reached the coordinator, merged or not.
     up: Tally = Field(default_factory=Counter)
-    down: Tally = Field(default_factory=Counter)
+    down: Tally = Field(default_factory=Counter)  # payload tensors [bytes] by kind in all tasks sent, including resends
+    # Size once decoded [bytes] of the kinds in ``up`` that travelled compressed.
     decoded_up: Tally = Field(default_factory=Counter)
-    decoded_down: Tally = Field(default_factory=Counter)
-    silo_up: Tally = Field(default_factory=Counter)
-    silo_down: Tally = Field(default_factory=Counter)
-    sent: Count = 0
-    received: Count = 0
-    refused: Tally = Field(default_factory=Counter)
-    participations: Tally = Field(default_factory=Counter)
-    discarded: Tally = Field(default_factory=Counter)
-    failed: Count = 0
-    failures: Tally = Field(default_factory=Counter)
-    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)
+    decoded_down: Tally = Field(default_factory=Counter)  # the same of ``down``
+    silo_up: Tally = Field(default_factory=Counter)  # the same as ``up`` by silo instead of by kind
+    silo_down: Tally = Field(default_factory=Counter)  # the same as ``down`` by silo
+    sent: Count = 0  # messages that the coordinator sent
+    received: Count = 0  # messages that it received
+    refused: Tally = Field(default_factory=Counter)  # messages that it refused, by reason
+    participations: Tally = Field(default_factory=Counter)  # merged replies, by silo
+    discarded: Tally = Field(default_factory=Counter)  # replies that arrived but were not merged, by reason
+    failed: Count = 0  # tasks without a usable reply
+    failures: Tally = Field(default_factory=Counter)  # the same by reason
+    unusable: dict[str, UnusableReplies] = Field(default_factory=dict)  # refused replies and reported errors, by silo
+    # Task errors reported since the last merge that had a reply, by silo.
     errors: dict[str, str] = Field(default_factory=dict)
-    events: Count = 0
+    events: Count = 0  # timeline events handled, including the present one
+    # Real seconds by phase and in total, summed over resumes; until the first round, ``gathering`` is the part of
+    # ``startup`` before the run's data were known.
     seconds: dict[str, Amount] = Field(default_factory=dict)
 
     def add_seconds(self, phase: str, seconds: float) -> None:
@@ -90,13 +74,7 @@ class Counters(BaseModel):
                 decoded[kind] += whole
 
     def subtract(self, sent: int, received: int, refused: Counter[str]) -> None:
-        """Take back messages that will be counted again.
-
-        Args:
-            sent: number of messages sent.
-            received: number of messages received.
-            refused: number of messages refused, by reason.
-        """
+        """Take back messages that will be counted again."""
         self.sent, self.received = self.sent - sent, self.received - received
         self.refused = self.refused - refused
 
@@ -108,10 +86,8 @@ class Counters(BaseModel):
 class TaskErrors:
     """Task errors since the last merge that had a reply, at most one per silo to bound memory.
 
-    Args:
-        errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
-            still ends with an error.
-        unusable: replies that could not be merged in the whole run, by silo; updated in place.
+    Both tables, of errors and of unusable replies of the whole run, are updated in place: checkpoints store them, so
+    that a resumed run in which no silo could train still ends with an error.
     """
 
     def __init__(self, errors: dict[str, str], unusable: dict[str, UnusableReplies]) -> None:
@@ -167,13 +143,7 @@ class TaskErrors:
 
 
 def nothing_merged(errors: TaskErrors, counters: Counters, rounds: int) -> RunError:
-    """The error of a run without a merged reply.
-
-    Args:
-        errors: errors of the run.
-        counters: counters of the run.
-        rounds: number of its rounds.
-    """
+    """The error of a run without a merged reply."""
     if (error := errors.first) is not None:
         return errors.failure(f"no silo could train in any round; the first error was {error}")
     lost = {**counters.failures, **counters.discarded}

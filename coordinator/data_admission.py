@@ -27,14 +27,10 @@ from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Payload,
 
 
 class FormatConflicts:
-    """The formats that silos have stated, and which of them do not fit together.
-
-    Attributes:
-        formats: each silo's format, in the order in which they were stated.
-    """
+    """The formats that silos have stated, and which of them do not fit together."""
 
     def __init__(self) -> None:
-        self.formats: dict[str, DataFormat] = {}
+        self.formats: dict[str, DataFormat] = {}  # each silo's format, in the order in which they were stated
         self._against: dict[str, set[str]] = {}
 
     def state(self, name: str, held: DataFormat) -> None:
@@ -63,11 +59,7 @@ class FormatConflicts:
         return difference(name, self.formats[name], other, self.formats[other]) or ""
 
     def refused(self, *, complete: bool) -> dict[str, str]:
-        """The silos to refuse, with the line for their operators.
-
-        Args:
-            complete: whether all silos of the run have stated their data.
-        """
+        """The silos to refuse, with the line for their operators; ``complete`` if all silos have stated their data."""
         found = dict[str, str]()
         for name, others in self._against.items():
             better = [other for other in others if len(self._against[other]) < len(self._against[name])]
@@ -109,13 +101,9 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The peer has stated its data and waits for other silos, or, after the agreement, for the next round.
+    """The peer has stated its data and waits for other silos, or, after the agreement, for the next round."""
 
-    Args:
-        refused: peers refused because of this statement, with the message for their operators. They may include this
-            peer.
-    """
-
+    # Peers refused because of this statement, with the message for their operators. They may include this peer.
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -156,15 +144,7 @@ Stated = Mapping[str, tuple[DataStatement, DataFormat | None]]
 
 
 class SimulatedAdmission:
-    """Admits peers that have the coordinator's data set, and of it what the partition assigns to them.
-
-    Args:
-        expected: what each process has to state, by name.
-        run: the run's id.
-
-    Attributes:
-        stated: what each peer stated.
-    """
+    """Admits peers that have the coordinator's data set, and of it what the partition assigns to them."""
 
     def __init__(self, expected: Mapping[str, DataStatement], run: str) -> None:
         self._expected, self._run = expected, run
@@ -207,19 +187,6 @@ class OwnDataAdmission:
     With ``minimum`` silos agree without waiting for the others. A silo that states its data later joins if they fit the
     agreement; the coordinator includes it between two rounds (:meth:`include`).
 
-    Args:
-        silos: names of all silos.
-        run: the run's id.
-        evaluator: whether the run has an evaluator.
-        known: the agreement that an earlier process of this coordinator recorded; None in a new run.
-        minimum: number of silos that can agree without the others; None for all.
-
-    Attributes:
-        stated: what each peer stated.
-        late: what silos stated after the agreement that are not included yet.
-        agreed: the agreed format; None until enough silos have stated theirs.
-        conflicts: the formats stated before the agreement.
-
     Raises:
         InputError: ``known`` belongs to other silos or another run.
     """
@@ -229,15 +196,17 @@ class OwnDataAdmission:
         silos: Sequence[str],
         run: str,
         *,
-        evaluator: bool,
+        evaluator: bool,  # whether the run has an evaluator
+        # The agreement that an earlier process of this coordinator recorded; None in a new run.
         known: AgreementRecord | None = None,
-        minimum: int | None = None,
+        minimum: int | None = None,  # number of silos that can agree without the others; None for all
     ) -> None:
         self._silos, self._run, self._evaluator, self._minimum = tuple(silos), run, evaluator, minimum
-        self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}
+        self.stated: dict[str, tuple[DataStatement, DataFormat | None]] = {}  # what each peer stated
+        # What silos stated after the agreement that are not included yet.
         self.late: dict[str, tuple[DataStatement, DataFormat]] = {}
-        self.agreed: DataFormat | None = None
-        self.conflicts = FormatConflicts()
+        self.agreed: DataFormat | None = None  # the agreed format; None until enough silos have stated theirs
+        self.conflicts = FormatConflicts()  # the formats stated before the agreement
         self._included: list[str] = []
         self._confirmable: list[list[str]] = []
         if known is not None:
@@ -360,9 +329,6 @@ class OwnDataAdmission:
     def candidate(self, cache: Path) -> RunData:
         """The facts about the run's data if the silos that have stated theirs agree now.
 
-        Args:
-            cache: this process's cache folder.
-
         Raises:
             FormatError: a modality is in no silo.
         """
@@ -421,11 +387,7 @@ def _described(stated: DataStatement) -> str:
 
 
 def _check_consistent(name: str, statement: DataStatement, held: DataFormat) -> None:
-    """Refuse a statement whose parts contradict each other, or of a silo without training items.
-
-    Raises:
-        RemoteWireError: it is refused.
-    """
+    """Refuse a statement whose parts contradict each other, or of a silo without training items."""
     has = {"image": bool(statement.mask & IMAGE), "text": bool(statement.mask & TEXT)}
     said = {modality: getattr(held, f"{modality}_dtype") != "none" for modality in has}
     alone = [column for column, modality in ((1, "image"), (2, "text")) if not has[modality]]

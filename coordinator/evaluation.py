@@ -37,14 +37,7 @@ _EVALUATOR_PATIENCE = 60.0
 def _wrong_evaluation(
     answer: Payload | None, silos: Iterable[str], names: Iterable[str], custom: Sequence[Metric]
 ) -> str | None:
-    """Why the evaluator's evaluation of the shared model is refused; None if it is valid.
-
-    Args:
-        answer: the evaluator's answer.
-        silos: the silos with items of the evaluated split; the evaluation must have metrics for each.
-        names: metrics that this run may report.
-        custom: the user's own metrics.
-    """
+    """Why the evaluator's evaluation, which must cover ``silos``, is refused; None if it is valid."""
     if not isinstance(answer, Metrics):
         return "no evaluation"
     if HEADLINE not in answer.values or any(HEADLINE not in answer.per_silo.get(name, {}) for name in silos):
@@ -56,14 +49,7 @@ def _wrong_evaluation(
 def _wrong_own_personal(
     answer: Payload | None, name: str, names: Iterable[str], custom: Sequence[Metric]
 ) -> str | None:
-    """Why a silo's evaluation of its personal model on its own held-out items is refused; None if it is valid.
-
-    Args:
-        answer: the silo's answer.
-        name: name of the silo.
-        names: metrics that this run may report.
-        custom: the user's own metrics.
-    """
+    """Why a silo's evaluation of its personal model on its own held-out items is refused; None if it is valid."""
     if not isinstance(answer, Metrics) or answer.values or answer.per_silo.keys() != {name}:
         return "metrics other than those of the silo's own held-out items"
     if HEADLINE not in (found := answer.per_silo[name]):
@@ -74,13 +60,8 @@ def _wrong_own_personal(
 def _wrong_personal(answer: Payload | None, name: str, like: Metrics, custom: Sequence[Metric]) -> str | None:
     """Why a silo's evaluation of its personal model is refused; None if it is valid.
 
-    Summaries are means and spreads over silos of metrics that all silos have, so one silo's names or values affect all.
-
-    Args:
-        answer: the silo's answer.
-        name: name of the silo.
-        like: an evaluation of the evaluator, which has the same metrics.
-        custom: the user's own metrics.
+    It needs the metrics of ``like``, the evaluator's: summaries are means and spreads over silos of metrics that all
+    silos have, so one silo's names or values affect all.
     """
     if not isinstance(answer, Metrics):
         return "no evaluation"
@@ -97,29 +78,7 @@ def _wrong_personal(answer: Payload | None, name: str, like: Metrics, custom: Se
 
 
 class EvaluationRequests:
-    """Evaluation requests of a run and their answers.
-
-    Args:
-        run_context: fixed facts of the run.
-        roster: the run's peers.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
-
-    Attributes:
-        pending: versions that the evaluator has not answered for.
-        limit: the time that the evaluator has not answered, and the time limit for its answers.
-        given_up: versions that the run no longer waits for, because the evaluator did not answer within the limit.
-        unusable: pending versions whose answer was refused.
-        metrics: metrics of the latest version evaluated.
-        metrics_version: that version; None before the first evaluation.
-        personal: metrics of the personal models in the last evaluation, by silo.
-        missing: why a silo's personal model was not evaluated, by silo; the last reason.
-        best: keeps the best version; None keeps none.
-
-    Raises:
-        InputError: one of the user's own metrics cannot be loaded.
-    """
+    """Evaluation requests of a run and their answers; versions ``evaluated`` are in ``metrics.jsonl`` already."""
 
     def __init__(
         self, run_context: RunContext, roster: Peers, log: MessageLog, clock: Clock, evaluated: Iterable[int]
@@ -219,12 +178,7 @@ class EvaluationRequests:
         self.limit.connected(self._clock.stopwatch())
 
     def evaluated(self, message: Message, states: Mapping[int, State]) -> None:
-        """Validate the evaluator's answer, append it to ``metrics.jsonl``, and keep the version if it is the best.
-
-        Args:
-            message: the answer.
-            states: the method's states by version, including those of pending evaluations.
-        """
+        """Validate the evaluator's answer, append it to ``metrics.jsonl``, and keep the version if it is the best."""
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending and version not in self.given_up:
             return
@@ -255,13 +209,10 @@ class EvaluationRequests:
             self.best.evaluated(version, payload, states[version])
 
     def ask_silos(self, gone: Container[str], version: int, state: State, committed: Mapping[str, int]) -> None:
-        """Prepare requests to the silos of a personalised method to evaluate their personal models locally.
+        """Prepare requests to the silos of a personalised method, but those ``gone``, to evaluate their personal
+        models.
 
-        Args:
-            gone: silos that were given up; they get no request.
-            version: version of the shared model.
-            state: the method's state at that version.
-            committed: number of each silo's last committed task; the silo evaluates its state after that task.
+        A silo evaluates its state after its task ``committed``.
         """
         self.personal = {}
         if self._run_context.traits.personalised:
@@ -310,15 +261,8 @@ class EvaluationRequests:
     def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], *, final: bool) -> bool:
         """Wait until the silos have answered or are given up; if :attr:`crowded` or final, also for the evaluator.
 
-        A connected evaluator that does not answer within its limit is given up; the run continues without it.
-
-        Args:
-            look: receives messages and gives up absent silos; waits a fraction of a second if nothing arrives.
-            stop_wanted: true ends the wait.
-            final: whether all rounds are merged.
-
-        Returns:
-            Whether all answers arrived; false if a stop was requested.
+        A connected evaluator that does not answer within its limit is given up; the run continues without it. ``look``
+        receives messages and gives up absent silos. Returns whether all answers arrived; false if a stop was requested.
 
         Raises:
             RunError: the evaluator stays away, or its answer is unusable.
@@ -355,12 +299,7 @@ class EvaluationRequests:
         return True
 
     def ask(self, name: str, *, again: bool = False) -> bool:
-        """Send a silo its evaluation requests; returns whether it is online.
-
-        Args:
-            name: the silo.
-            again: also those for its held-out items that were sent in an earlier session.
-        """
+        """Send a silo its requests, ``again`` also those of an earlier session; returns whether it is online."""
         self.own.send(name, again=again)
         if name not in self._requests:
             return self._roster.online(name)
@@ -453,12 +392,7 @@ class EvaluationRequests:
 
 
 def personal_figures(version: int, measured: Mapping[str, Metrics]) -> PersonalLine:
-    """Metrics of the personal models on the whole split and on each silo's part of it, and their means over silos.
-
-    Args:
-        version: version of the shared model.
-        measured: metrics by silo; at least one.
-    """
+    """Metrics of at least one personal model on the whole split and on each silo's part of it, and their means."""
     personal = dict(sorted(measured.items()))
     whole = {silo: dict(own.values) for silo, own in personal.items()}
     shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}

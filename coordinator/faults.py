@@ -1,4 +1,4 @@
-"""Faults of a scenario on the coordinator's side.
+"""Faults of a scenario on the coordinator's side, and the messages that its loop receives after them.
 
 Outcomes are drawn by pure functions (:mod:`fedmq.federation.faults`). Each fault strikes a task once, however
 often the task is sent, so that every run ends. Only the supervisor can kill or freeze processes; where processes were
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from coordinator.peers import Peers, Ready, Unusable
 from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.config.faults import (
@@ -51,42 +52,28 @@ class _Fired(Stored):
 
 @dataclass(frozen=True)
 class ProcessCommand:
-    """A command from the coordinator to the supervisor about a process of the run.
+    """A command from the coordinator to the supervisor about a process of the run."""
 
-    Args:
-        what: ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the
-            coordinator itself and restart it from its checkpoint.
-        name: name of the process.
-        seconds: real time of a freeze [s].
-    """
-
+    # ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the coordinator itself
+    # and restart it from its checkpoint.
     what: Literal["kill", "freeze", "stop", "start", "die"]
     name: str
-    seconds: float = 0.0
+    seconds: float = 0.0  # real time of a freeze [s]
 
 
 class FaultInjector:
-    """Injects the faults of a run on the coordinator's side.
-
-    Args:
-        script: the scenario's faults.
-        folder: the run folder; it records the faults that must not strike again after a restart.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        order: executes a process command; None without a supervisor.
-        wired: whether replies arrive as frames rather than as messages of this process.
-        issued: number and issue time [s] of each pending task, by silo, from a checkpoint.
-    """
+    """Injects the faults of a run on the coordinator's side."""
 
     def __init__(
         self,
         script: FaultSchedule,
-        folder: RunFolder,
+        folder: RunFolder,  # the run folder; it records the faults that must not strike again after a restart
         log: MessageLog,
         clock: Clock,
         *,
-        order: Callable[[ProcessCommand], None] | None,
-        wired: bool,
+        order: Callable[[ProcessCommand], None] | None,  # executes a process command; None without a supervisor
+        wired: bool,  # whether replies arrive as frames rather than as messages of this process
+        # Number and issue time [s] of each pending task, by silo, from a checkpoint.
         issued: Mapping[str, tuple[int, float]],
     ) -> None:
         self.script = script
@@ -105,15 +92,7 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------------- tasks
     def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int | None) -> TaskOutcome:
-        """The outcome of a task; the same at every call.
-
-        Args:
-            silo: the task's silo.
-            sequence: number of the task.
-            version: base version of the task.
-            work: duration of the task without faults [s].
-            cause: number of the log record of the event that caused the task.
-        """
+        """The outcome of a task that takes ``work`` [s] without faults; the same at every call."""
         known = self.issued.get(silo)
         fresh = known is None or known[0] != sequence
         if known is None or fresh:
@@ -231,13 +210,7 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------- coordinator
     def after_event(self, version: int, events: int, cause: int) -> None:
-        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events.
-
-        Args:
-            version: number of merges.
-            events: number of timeline events.
-            cause: number of the log record of the last event.
-        """
+        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events of the timeline."""
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._mark_fired(f"{place} {COORDINATOR}"):
@@ -256,6 +229,46 @@ class FaultInjector:
                     self._log_strike(ScheduledFault(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
+
+
+#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
+#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
+MESSAGES_AT_ONCE = 256
+
+
+class Inbox:
+    """The messages of a run's peers, after the fault injector has lost, delayed and damaged some."""
+
+    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
+        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
+        self.caught_up = clock.stopwatch()
+
+    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
+        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
+
+        Yields:
+            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
+            the number of its log record, None if it has none. The next message is read after this one is handled.
+        """
+        for _ in range(MESSAGES_AT_ONCE):
+            began = self._clock.stopwatch()
+            received = self._roster.receive(wait)
+            if received is None:
+                now = self._clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self.caught_up = now
+                return
+            wait = 0.0
+            arrived, lost = list[Frames]([(*received, None)]), list[Failed]()
+            if self._fault_injector.strikes_frames:
+                arrived, lost = self._fault_injector.incoming(*received)
+            for failed in lost:
+                yield failed, failed.cause
+            for frames in arrived:
+                before = self._log.records
+                taken = self._roster.take(*frames)
+                if taken is not None:  # messages within this process have no log record
+                    yield taken, self._log.records - 1 if self._log.records > before else None
 
 
 def _header_of(frames: Sequence[Any]) -> Header | None:

@@ -31,13 +31,7 @@ _POLL_SECONDS = 0.2
 def admission_of(
     run: ResolvedRun, folder: RunFolder, population: Population | None, saved: Checkpoint | None
 ) -> SimulatedAdmission | OwnDataAdmission:
-    """Which peers may join a run.
-
-    Args:
-        run: the run.
-        folder: its folder, which has the agreement of a run that is resumed.
-        population: the simulated partition; None where silos have their own data.
-        saved: the checkpoint that the run resumes from.
+    """Which peers may join a run, in which silos without a simulated ``population`` have their own data.
 
     Raises:
         InputError: the agreement of a run that is resumed is missing or damaged, or an image cannot be read.
@@ -146,15 +140,7 @@ def _offered(roster: Roster, admission: OwnDataAdmission, folder: RunFolder, log
 def included(
     roster: Roster, admission: OwnDataAdmission, scenario: Scenario, folder: RunFolder, log: MessageLog
 ) -> RunData:
-    """Include the silos that stated their data after the agreement, or refuse those with which the run cannot continue.
-
-    Args:
-        roster: the run's peers.
-        admission: has the late silos.
-        scenario: the resolved scenario.
-        folder: the run folder.
-        log: the coordinator's message log.
-    """
+    """Include the silos that stated their data after the agreement, or refuse those that do not fit the run."""
     for name in sorted(admission.late):
         try:
             run_context_of(scenario, admission.with_late(name, cache_folder()), folder)

@@ -33,43 +33,27 @@ HELLOS, COPIES, REJECTIONS = 30, 300, 100
 
 @dataclass(frozen=True)
 class PendingHandshake:
-    """A handshake between welcome and ready.
+    """A handshake between welcome and ready."""
 
-    Args:
-        hello: SHA-256 of the hello.
-        welcome: its answer.
-        responded: state of the handshake.
-    """
-
-    hello: bytes
+    hello: bytes  # SHA-256 of the hello
     welcome: tuple[bytes, bytes]
     responded: Responded
 
 
 class Handshakes:
-    """Answers the hellos of a roster's peers, and completes their handshakes.
-
-    Args:
-        listener: the transport's listening end.
-        identity: the coordinator's name and key.
-        accepted: public keys of the peers that can open a session.
-        run: name of the run.
-        log: the coordinator's message log.
-        clock: clock for the rate limits and time stamps.
-        names: names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
-        options: what the coordinator hides of its messages.
-    """
+    """Answers the hellos of a roster's peers, and completes their handshakes."""
 
     def __init__(
         self,
-        listener: Listener,
+        listener: Listener,  # the transport's listening end
         identity: Identity,
-        accepted: AcceptedKeys,
+        accepted: AcceptedKeys,  # public keys of the peers that can open a session
         run: str,
         log: MessageLog,
         clock: Clock,
+        # Names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
         names: Collection[str] | None,
-        options: Wire,
+        options: Wire,  # what the coordinator hides of its messages
     ) -> None:
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock, self._names, self._options = log, clock, names, options
@@ -81,11 +65,6 @@ class Handshakes:
 
     def hello(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> None:
         """Answer a hello.
-
-        Args:
-            address: where the frames came from.
-            header: the decoded header.
-            frames: the frames.
 
         Raises:
             RemoteWireError: it is not answered with a welcome.
@@ -124,7 +103,7 @@ class Handshakes:
         self._listener.send(address, welcome)
 
     def complete(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> tuple[Responded, Session]:
-        """The handshake that a ready or inquire message completes, and its session; arguments as in :meth:`hello`.
+        """The handshake that a ready or inquire message completes, and its session.
 
         Raises:
             RemoteWireError: there is no such handshake, or the message is not authentic.
@@ -164,19 +143,12 @@ class Handshakes:
 
 @dataclass
 class Peer:
-    """A peer with a session.
+    """A peer with a session."""
 
-    Args:
-        name: the name under which its key is accepted.
-        address: the transport's identifier of its connection.
-        session: keys and counters of the session.
-        heard: stopwatch time of its last message [s].
-    """
-
-    name: str
-    address: bytes
-    session: Session
-    heard: float
+    name: str  # the name under which its key is accepted
+    address: bytes  # the transport's identifier of its connection
+    session: Session  # keys and counters of the session
+    heard: float  # stopwatch time of its last message [s]
 
 
 #: Maximum number of replaced sessions that are remembered; the oldest are forgotten.
@@ -184,13 +156,7 @@ _MOST = 4096
 
 
 class ReplacedSessions:
-    """The replaced sessions of a roster.
-
-    Args:
-        clock: clock for the time since a session was replaced.
-        patience: factor of the interval between heartbeats.
-        logger: the log for operators.
-    """
+    """The replaced sessions of a roster."""
 
     def __init__(self, clock: Clock, patience: float, logger: Logger) -> None:
         self._clock, self._logger = clock, logger
@@ -203,15 +169,10 @@ class ReplacedSessions:
             self._replaced[earlier.address] = earlier, self._clock.stopwatch()
 
     def still_used(self, address: bytes, frames: Sequence[memoryview]) -> tuple[bool, Peer | None]:
-        """Whether frames are an authentic message of a replaced session.
+        """Whether frames are an authentic message of a replaced session, so that they are dropped; and the session,
+        once.
 
-        Args:
-            address: where the frames came from.
-            frames: the frames.
-
-        Returns:
-            Whether they are, so that they are dropped; and the session, once: to tell its process that it is replaced.
-            Messages that were in transit when the session was replaced are dropped only.
+        Its process is then told that it is replaced, but not for messages that were in transit when it was.
         """
         peer, since = self._replaced.get(address, (None, 0.0))
         if peer is None:
@@ -230,24 +191,14 @@ class ReplacedSessions:
 
 
 class DuplicateLogins:
-    """The new sessions of a roster that wait, at most one of each name.
-
-    Args:
-        clock: clock for the time since a session was heard.
-        patience: factor of the interval between heartbeats.
-    """
+    """The new sessions of a roster that wait, at most one of each name."""
 
     def __init__(self, clock: Clock, patience: float) -> None:
         self._clock, self._beat = clock, BEAT_SECONDS * patience
         self._waiting: dict[str, tuple[Peer, float]] = {}
 
     def must_wait(self, peer: Peer, earlier: Peer | None) -> bool:
-        """Whether a session waits until it is clear whether the earlier one of its name continues.
-
-        Args:
-            peer: the new session.
-            earlier: the session with which the name has joined; None if there is none.
-        """
+        """Whether a session waits until it is clear whether the earlier one of its name continues."""
         now = self._clock.stopwatch()
         # A process that begins a session on the same connection has ended the earlier one.
         if earlier is None or earlier.address == peer.address or now - earlier.heard > LOST_BEATS * self._beat:

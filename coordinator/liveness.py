@@ -60,11 +60,7 @@ class Absences:
         return now - self._since.get(peer, now)
 
     def give_up(self, patience: float, now: float, pending: Mapping[str, PendingTask]) -> dict[str, int]:
-        """Give up the silos that were absent for longer than ``patience`` [s] during their pending task.
-
-        Returns:
-            The numbers of their tasks, by silo.
-        """
+        """Give up the silos absent for longer than ``patience`` [s] during their pending task; returns its number."""
         given_up = {
             name: pending[name].sequence
             for name in self._since
@@ -89,13 +85,7 @@ def await_silos(
 ) -> None:
     """Wait until all silos can receive the message that the run has ended.
 
-    Args:
-        unheard: silos that have not been heard since a stopwatch's time [s], and may return.
-        clock: the run's clock.
-        online: whether messages can be sent to a silo.
-        poll: receives messages; waits a fraction of a second if nothing arrives.
-        stop_wanted: true ends the wait.
-        log: the log for operators.
+    ``unheard`` names the silos not heard since a stopwatch's time [s] that may return; ``poll`` receives messages.
     """
     since, named = clock.stopwatch(), list[str]()
     while (names := unheard(since)) and not stop_wanted():
@@ -109,15 +99,9 @@ def await_silos(
 def dismiss_all(
     peers: Peers, names: Sequence[str], seconds: float, clock: Clock, log: Logger, gone: Collection[str] = ()
 ) -> None:
-    """Tell all peers that the run is over, including those that connect a little later and would get no answer.
+    """Tell all peers that the run is over, including those that connect within ``seconds`` [s] and would get no answer.
 
-    Args:
-        peers: the run's peers.
-        names: those to be told.
-        seconds: maximum time to wait for those that are not connected [s].
-        clock: the run's clock.
-        log: the log for operators.
-        gone: those that are told if they are connected, but not waited for.
+    Those ``gone`` are told if they are connected, but not waited for.
     """
     away, until = [name for name in peers.dismiss(names) if name not in gone], clock.stopwatch() + seconds
     if away and seconds:
@@ -133,19 +117,12 @@ def dismiss_all(
 
 @dataclass(frozen=True)
 class SlowTask:
-    """A task that takes longer than expected.
-
-    Args:
-        silo: the silo.
-        sequence: number of its task.
-        seconds: real time since the task was sent [s].
-        limit: real time after which the task has failed [s].
-    """
+    """A task that takes longer than expected."""
 
     silo: str
     sequence: int
-    seconds: float
-    limit: float
+    seconds: float  # real time since the task was sent [s]
+    limit: float  # real time after which the task has failed [s]
 
 
 @dataclass(frozen=True)
@@ -158,14 +135,10 @@ class TaskLimits:
     """Times of the tasks of all silos, and the limits that follow from them.
 
     Only tasks at connected silos are timed; a silo that is lost starts its task again when it rejoins, but its sessions
-    together may not take longer than three limits. A limit of the scenario counts from the sending of the task. A
-    default limit counts from the last reply of any silo to its task, if that is later: silos that share a machine train
-    one after the other, and a task that waits for its turn is not overdue.
-
-    Args:
-        limit: limit of every task [s]; None derives limits from the times of earlier tasks.
-        samples: training samples by silo, for the pace of silos without an earlier task.
-        epochs: epochs of local training per task.
+    together may not take longer than three limits. A limit of the scenario [s] counts from the sending of the task. A
+    default limit, from the times of earlier tasks or the number of samples, counts from the last reply of any silo to
+    its task, if that is later: silos that share a machine train one after the other, and a task that waits for its turn
+    is not overdue.
     """
 
     def __init__(self, limit: float | None, samples: Mapping[str, int], epochs: int = 1) -> None:
@@ -269,13 +242,8 @@ class AnswerLimit:
     """Tracks how long evaluation requests have gone unanswered: by the evaluator, or by all silos.
 
     The evaluator answers one request after the other, so the time counts from the last answer, from the first pending
-    request, or from its last connection, whichever is latest.
-
-    Args:
-        limit: the scenario's limit [s]; None for :func:`default_limit` of the longest time until an answer.
-
-    Attributes:
-        exceeded: no answer came within the limit, and the evaluator has not connected again since.
+    request, or from its last connection, whichever is latest. Without a limit of the scenario [s] it is that of
+    :func:`default_limit` for the longest time until an answer.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -323,23 +291,14 @@ class ReconnectThrottle:
     """Limits reconnects: each one has all open requests sealed and queued for the peer, including models.
 
     The first reconnect is served immediately; another one within a beat is served when the beat is over.
-
-    Attributes:
-        waiting: peers whose reconnect is delayed.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
-        self.waiting: set[str] = set()
+        self.waiting: set[str] = set()  # peers whose reconnect is delayed
 
     def must_wait(self, name: str, now: float, beat: float) -> bool:
-        """Whether a peer that is ready has to wait.
-
-        Args:
-            name: name of the peer.
-            now: stopwatch time [s].
-            beat: minimum interval between two reconnects [s].
-        """
+        """Whether a peer that is ready at ``now`` [s] has to wait, as it was ready less than a ``beat`` [s] ago."""
         if now - self._last.get(name, -math.inf) < beat:
             self.waiting.add(name)
             return True

@@ -13,9 +13,9 @@ from typing import assert_never
 from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters, TaskErrors, nothing_merged
 from coordinator.evaluation import EvaluationRequests
-from coordinator.faults import FaultInjector
+from coordinator.faults import FaultInjector, Inbox
 from coordinator.liveness import Absences, ReconnectThrottle, await_silos
-from coordinator.peers import Inbox, Peers, Ready, Unusable
+from coordinator.peers import Peers, Ready, Unusable
 from coordinator.round_events import (
     Action,
     Discard,
@@ -57,29 +57,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass
 class Loop:
-    """One run of a coordinator.
-
-    Args:
-        run_context: fixed facts of the run.
-        rounds: the rounds machine, new or from a checkpoint.
-        states: the method's states by version: the present one, and older ones that are still needed.
-        clock: the run's clock.
-        roster: the run's peers.
-        log: the coordinator's message log.
-        counters: the run's counters.
-        fault_injector: determines the outcome of tasks and injects faults.
-        due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
-        evaluation: requests to the evaluator, and to the silos of methods with personal models.
-        status: reports the run's status, and has the limits of tasks.
-        stop_wanted: called between events; true stops the run cleanly.
-        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        late_silos: whether silos that stated their own data after the agreement are waiting.
-
-    Attributes:
-        saving: writes the checkpoints.
-        stopping_for_late_silos: the loop has stopped between two rounds for late silos.
-        phase_cause: number of the log record of the event that led to the present phase; None before the first one.
-    """
+    """One run of a coordinator."""
 
     run_context: RunContext
     rounds: Rounds
@@ -122,11 +100,7 @@ class Loop:
     def run(self, *, continues: bool = False) -> Phase:
         """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
 
-        Args:
-            continues: continue with the connected silos after an earlier loop of this process.
-
-        Returns:
-            ``DONE`` or ``STOPPED``.
+        With ``continues`` the silos are connected already, to an earlier loop of this process.
 
         Raises:
             RunError: no silo can train, or the evaluator stays away.

@@ -31,13 +31,7 @@ _OWN = (SiloMetrics.KIND, Kind.SILO_RESULT.value)
 def own_heldout_line(
     version: int, answers: Mapping[str, SiloMetrics], missing: Mapping[str, str] | None = None
 ) -> OwnHeldOutLine:
-    """The line of an evaluation of a version, from the silos' answers, of which there may be none.
-
-    Args:
-        version: version of the shared model.
-        answers: answers of the silos, in their order.
-        missing: why a silo did not answer, by silo.
-    """
+    """The line of an evaluation of a version: the silos' answers, of which there may be none, and why others lack."""
     figures = {name: dict(answer.values) for name, answer in answers.items()}
     items = {name: answer.items for name, answer in answers.items()}
     per_silo = {name: OwnSiloFigures.model_validate({"items": items[name], **figures[name]}) for name in figures}
@@ -55,20 +49,7 @@ def own_heldout_line(
 
 
 class OwnHeldOutRequests:
-    """Requests to silos, and their answers.
-
-    Args:
-        run_context: fixed facts of the run.
-        roster: the run's peers.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        evaluated: versions whose line is in ``metrics.jsonl`` already.
-        names: metrics that this run may report.
-        custom: the user's own metrics.
-
-    Attributes:
-        last: the line of the last complete evaluation.
-    """
+    """Requests to silos, and their answers."""
 
     def __init__(
         self,
@@ -76,8 +57,8 @@ class OwnHeldOutRequests:
         roster: Peers,
         log: MessageLog,
         clock: Clock,
-        evaluated: Iterable[int],
-        names: Iterable[str],
+        evaluated: Iterable[int],  # versions whose line is in ``metrics.jsonl`` already
+        names: Iterable[str],  # metrics that this run may report
         custom: Sequence[Metric],
     ) -> None:
         self._run_context, self._roster, self._log, self._clock = run_context, roster, log, clock
@@ -89,7 +70,7 @@ class OwnHeldOutRequests:
         self._answers: dict[int, dict[str, SiloMetrics]] = {}
         self._missing: dict[int, dict[str, str]] = {}
         self._sent: set[tuple[str, int]] = set()
-        self.last: OwnHeldOutLine | None = None
+        self.last: OwnHeldOutLine | None = None  # the line of the last complete evaluation
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -120,12 +101,7 @@ class OwnHeldOutRequests:
         self._close_if_complete(version)
 
     def send(self, name: str, *, again: bool = False) -> None:
-        """Send a silo the requests that it has not answered.
-
-        Args:
-            name: the silo.
-            again: also those that were sent in an earlier session.
-        """
+        """Send a silo the requests that it has not answered, ``again`` also those of an earlier session."""
         for version, silos in self._outstanding.items():
             if name in silos and (again or (name, version) not in self._sent):
                 header = self._roster.header(name, Kind.EVALUATE_SILO, sequence=version, base_version=version)

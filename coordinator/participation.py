@@ -19,12 +19,7 @@ _COLUMNS = ["silo", "on", "off"]
 
 
 def cohort_size(rate: float, eligible: int) -> int:
-    """Number of silos selected in a round: ⌊C N⌋ (RCSR, algorithm 1), at least one.
-
-    Args:
-        rate: C, the participation rate.
-        eligible: N, the number of eligible silos.
-    """
+    """Number of silos selected in a round: ⌊C N⌋ (RCSR, algorithm 1), at least one, for rate C and N eligible silos."""
     # The small term keeps floor(0.29 * 100) at 29 despite rounding.
     return max(1, math.floor(rate * eligible + 1e-9))
 
@@ -32,14 +27,9 @@ def cohort_size(rate: float, eligible: int) -> int:
 def draw_order(seed: int, version: int, silos: Sequence[str], samples: Mapping[str, int]) -> list[str]:
     """Silos in the order in which they are sampled without replacement.
 
-    Each silo has its own random key, so that the absence of one silo does not change the order of the others.
-
-    Args:
-        seed: the scenario's seed.
-        version: number of merges so far.
-        silos: the silos to sample from.
-        samples: weights by silo: each draw selects one of the remaining silos with probability proportional to its
-            weight (exponential keys, Efraimidis and Spirakis 2006). Empty for uniform sampling.
+    Each silo has its own random key, so that the absence of one silo does not change the order of the others. With
+    ``samples`` each draw selects one of the remaining silos with probability proportional to its number (exponential
+    keys, Efraimidis and Spirakis 2006).
     """
     numbers = {silo: seeds.derive(seed, "participation", version, silo) for silo in silos}
     if not samples:
@@ -50,33 +40,19 @@ def draw_order(seed: int, version: int, silos: Sequence[str], samples: Mapping[s
 
 @dataclass(frozen=True)
 class Sampling:
-    """How silos are sampled for a round.
+    """How silos are sampled for a round."""
 
-    Args:
-        samples: sampling weights: training samples by silo; empty for uniform sampling.
-        candidates: power-of-choice (Cho et al. 2020): number of candidates drawn, of which those with the highest
-            last-known loss are selected; a silo without a known loss counts as infinite. 0 draws twice the number
-            selected. None selects the silos drawn.
-    """
-
+    # Sampling weights: training samples by silo; empty for uniform sampling.
     samples: Mapping[str, int] = field(default_factory=dict)
+    # Power-of-choice (Cho et al. 2020): number of candidates drawn, of which those with the highest last-known loss are
+    # selected; a silo without a known loss counts as infinite. 0 draws twice the number selected. None selects the
+    # silos drawn.
     candidates: int | None = None
 
     def choose(
         self, seed: int, version: int, free: Sequence[str], count: int, losses: Mapping[str, float]
     ) -> tuple[str, ...]:
-        """Select ``count`` of the free silos.
-
-        Args:
-            seed: the scenario's seed.
-            version: number of merges so far.
-            free: silos that can be selected.
-            count: number of silos to select.
-            losses: last-known training loss by silo.
-
-        Returns:
-            The selected silos in the order of ``free``.
-        """
+        """Select ``count`` of the free silos, in their order; ``losses`` are the last-known training losses."""
         drawn = draw_order(seed, version, free, self.samples)
         if self.candidates is not None:
             drawn = drawn[: max(count, self.candidates or 2 * count)]
@@ -86,12 +62,7 @@ class Sampling:
 
 
 def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sampling:
-    """The sampling that a scenario configures.
-
-    Args:
-        participation: the scenario's section.
-        samples: training samples by silo.
-    """
+    """The sampling that a scenario configures."""
     match participation.kind:
         case "uniform" | "availability":
             return Sampling()
@@ -103,41 +74,27 @@ def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sam
 
 @dataclass(frozen=True)
 class RoundsPlan:
-    """The scenario's options that the rounds machine needs.
-
-    Args:
-        seed: the scenario's seed.
-        rounds: number of merges until the run is done.
-        silos: all silos in their fixed order.
-        eligible: silos that the method can select, in the same order.
-        participation: fraction of the eligible silos selected in a round (the cohort).
-        sampling: how silos are sampled.
-        mode: ``sync`` selects a cohort and merges its replies together; ``buffered`` and ``async`` keep as many tasks
-            pending as a cohort has silos, and merge whenever :meth:`wanted` replies have arrived.
-        quorum: sync: fraction of the cohort whose replies suffice once ``patience`` is over.
-        over_select: sync: factor by which more silos than the cohort are selected; the first replies, as many as the
-            cohort has silos, are merged.
-        buffer: buffered: replies per merge, at most the cohort; None for a third of the cohort.
-        patience: time that a merge waits for more replies [s]; None waits for all.
-        max_staleness: replies with a higher staleness are discarded; None accepts all.
-        first_round_selects_all: sync: the first round selects all eligible silos (pFedMMA).
-        minimum: number of joined silos at which the run starts; the others are selected once they have joined. None
-            waits for all silos.
-    """
+    """The scenario's options that the rounds machine needs."""
 
     seed: int
-    rounds: int
+    rounds: int  # number of merges until the run is done
     silos: tuple[str, ...]
-    eligible: tuple[str, ...]
-    participation: float = 1.0
+    eligible: tuple[str, ...]  # silos that the method can select, in the same order
+    participation: float = 1.0  # fraction of the eligible silos selected in a round (the cohort)
     sampling: Sampling = field(default_factory=Sampling)
+    # ``sync`` selects a cohort and merges its replies together; ``buffered`` and ``async`` keep as many tasks pending
+    # as a cohort has silos, and merge whenever wanted replies have arrived.
     mode: Literal["sync", "buffered", "async"] = "sync"
-    quorum: float = 1.0
+    quorum: float = 1.0  # sync: fraction of the cohort whose replies suffice once ``patience`` is over
+    # Sync: factor by which more silos than the cohort are selected; the first replies, as many as the cohort has silos,
+    # are merged.
     over_select: float = 1.0
-    buffer: int | None = None
-    patience: float | None = None
-    max_staleness: int | None = None
-    first_round_selects_all: bool = False
+    buffer: int | None = None  # buffered: replies per merge, at most the cohort; None for a third of the cohort
+    patience: float | None = None  # time that a merge waits for more replies [s]; None waits for all
+    max_staleness: int | None = None  # replies with a higher staleness are discarded; None accepts all
+    first_round_selects_all: bool = False  # sync: the first round selects all eligible silos (pFedMMA)
+    # Number of joined silos at which the run starts; the others are selected once they have joined. None waits for all
+    # silos.
     minimum: int | None = None
 
     def __post_init__(self) -> None:
@@ -170,15 +127,11 @@ class RoundsPlan:
 # --------------------------------------------------------------------------------------------------- availability
 @dataclass(frozen=True)
 class Trace:
-    """Availability of the silos over the run's time.
+    """Availability of the silos over the run's time."""
 
-    Args:
-        intervals: half-open intervals (on, off) [s] by silo; a silo without an entry is always on.
-        period: period after which the trace repeats [s]; infinity for no repetition.
-    """
-
+    # Half-open intervals (on, off) [s] by silo; a silo without an entry is always on.
     intervals: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    period: float = math.inf
+    period: float = math.inf  # period after which the trace repeats [s]; infinity for no repetition
 
     def on(self, silo: str, at: float) -> bool:
         """Whether a silo is on at time ``at`` [s]."""
@@ -195,14 +148,11 @@ class Trace:
         return at if self.on(silo, at) else self.next_change(silo, at)
 
     def outcome_at(self, silo: str, selected_at: float, due: float, *, wait: bool) -> float:
-        """Time at which a task's outcome is known [s]: its reply arrives if the silo is on then, otherwise it is lost.
+        """Time at which the outcome of a task is known [s]: its reply arrives if the silo is on then, otherwise it is
+        lost.
 
-        Args:
-            silo: the selected silo.
-            selected_at: time at which it was selected, being on [s].
-            due: arrival time of its reply if it stayed on [s].
-            wait: a silo that is off when its reply is due sends it once it is on again; otherwise going off loses the
-                task. A silo that is never on again loses the task in either case.
+        With ``wait``, a silo that is off when its reply is due sends it once it is on again; otherwise going off loses
+        the task. A silo that is never on again loses the task in either case.
         """
         back = self.next_on(silo, due)
         if wait and back < math.inf:
@@ -230,12 +180,7 @@ def diurnal(days: Diurnal, seed: int, silos: Sequence[str]) -> Trace:
 
 
 def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Trace:
-    """Read a trace from a CSV file with the columns silo, on, off [s].
-
-    Args:
-        path: the file.
-        silos: names of all silos; those missing in the file are always on.
-        period: see :class:`Trace`.
+    """Read a trace from a CSV file with the columns silo, on, off [s]; silos missing in it are always on.
 
     Raises:
         InputError: the file cannot be read, or a line is invalid.
@@ -283,11 +228,6 @@ def _interval(place: str, row: Sequence[str], silos: Sequence[str], period: floa
 
 def trace_of(participation: Participation, seed: int, silos: Sequence[str]) -> Trace:
     """The trace that a scenario configures; without one all silos are always on.
-
-    Args:
-        participation: the scenario's section.
-        seed: the scenario's seed.
-        silos: names of all silos.
 
     Raises:
         InputError: the trace's file is invalid.

@@ -1,4 +1,4 @@
-"""The coordinator's peers as its loop sees them: the interface, the inbox, and peers within this process.
+"""The coordinator's peers as its loop sees them: the interface, and peers within this process.
 
 Peers with processes of their own are in :mod:`coordinator.sessions`.
 """
@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from coordinator.faults import FaultInjector, Frames
-from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.profiling import party
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -30,52 +27,23 @@ from fedmq.wire.payloads import Error, Payload
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer finished its handshake, or is reachable again after messages were lost.
+    """A peer finished its handshake, or is reachable again after messages were lost."""
 
-    Args:
-        name: the name under which its key is accepted.
-        returned: it had joined before; messages in transit to or from it may be lost.
-    """
-
-    name: str
-    returned: bool
+    name: str  # the name under which its key is accepted
+    returned: bool  # it had joined before; messages in transit to or from it may be lost
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """A peer's authentic but unreadable message, which was refused, counted and logged.
-
-    Args:
-        header: header of the message.
-        reason: why it was refused.
-        detail: the same, as one line for a reader.
-    """
+    """A peer's authentic but unreadable message, which was refused, counted and logged."""
 
     header: Header
-    reason: str
-    detail: str
+    reason: str  # why it was refused
+    detail: str  # the same, as one line for a reader
 
 
 class Peers(ABC):
-    """All peers of a run: :class:`coordinator.sessions.Roster`, :class:`coordinator.peers.InProcessPeers`.
-
-    Args:
-        run: the run's id.
-        log: the coordinator's message log.
-        clock: the run's clock.
-
-    Attributes:
-        uri: where peers connect.
-        wired: whether messages are sealed frames on a transport, logged at both ends, not objects of this process.
-        sent: messages sent by this process.
-        received: messages received by this process.
-        refused: number of refusals, by reason.
-        refusal: text of the last refusal.
-        refused_at: stopwatch time of it [s]; 0 without one.
-        failures: the last error that each peer reported, or why its last task failed; until it succeeds again.
-        undelivered: peers lost as a message could not be delivered, with the number of the log record of that.
-        unaccepted: peers whose key is not or no longer accepted, with the number of the log record that says so.
-    """
+    """All peers of a run: :class:`coordinator.sessions.Roster`, :class:`coordinator.peers.InProcessPeers`."""
 
     uri: str
     wired: ClassVar[bool] = True
@@ -107,11 +75,7 @@ class Peers(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
-        """The address and the unread frames of the next message, for :meth:`take`; None if none arrives.
-
-        Args:
-            timeout_s: time to wait [s]; 0 does not wait, None waits indefinitely.
-        """
+        """The address and the unread frames of the next message, for :meth:`take`; None after ``timeout_s`` [s]."""
 
     @abstractmethod
     def take(
@@ -120,11 +84,6 @@ class Peers(ABC):
         """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
 
         Refusals are counted and logged here; they do not raise.
-
-        Args:
-            address: where the frames came from.
-            frames: the frames.
-            header: their clear header, if it is decoded already.
         """
 
     @abstractmethod
@@ -140,11 +99,7 @@ class Peers(ABC):
         """Remove a peer until it is ready again; returns whether it was online."""
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> int | None:
-        """Count and log a refusal of a message of ``size`` bytes.
-
-        Returns:
-            The number of its log record; None if it is counted, but not logged.
-        """
+        """Count and log a refusal; returns the number of its log record, None if it is counted, but not logged."""
         self._count(name, error)
         return self._log.refused(name, error.reason, error.detail, size)
 
@@ -185,27 +140,14 @@ PeerFunction = Callable[[Message], tuple[Payload, ...]]
 
 @dataclass(frozen=True)
 class PeerFunctions:
-    """All peers of a run as functions of this process.
+    """All peers of a run as functions of this process."""
 
-    Args:
-        answers: the function of each silo and of the evaluator, by name.
-        settle: waits until the personal states of the silos are on disk.
-    """
-
-    answers: Mapping[str, PeerFunction]
-    settle: Callable[[], None]
+    answers: Mapping[str, PeerFunction]  # the function of each silo and of the evaluator, by name
+    settle: Callable[[], None]  # waits until the personal states of the silos are on disk
 
 
 class InProcessPeers(Peers):
-    """All peers of a run as functions.
-
-    Args:
-        peers: the functions.
-        run: name of the run.
-        log: the coordinator's message log; receives notes only.
-        clock: clock for time stamps.
-        folder: the run folder, for tracebacks.
-    """
+    """All peers of a run as functions; the message log receives notes only."""
 
     uri = "inline"
     wired = False
@@ -292,53 +234,3 @@ class InProcessPeers(Peers):
         joined = name in self._joined
         self._joined.discard(name)
         return joined
-
-
-#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
-#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
-MESSAGES_AT_ONCE = 256
-
-
-class Inbox:
-    """The messages of a run's peers, after the fault injector.
-
-    Args:
-        roster: the run's peers.
-        log: the coordinator's message log.
-        clock: the run's clock.
-        fault_injector: loses, delays and damages messages.
-
-    Attributes:
-        caught_up: stopwatch time at which no message was left to read, most recently [s].
-    """
-
-    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
-        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
-        self.caught_up = clock.stopwatch()
-
-    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
-        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
-
-        Yields:
-            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
-            the number of its log record, None if it has none. The next message is read after this one is handled.
-        """
-        for _ in range(MESSAGES_AT_ONCE):
-            began = self._clock.stopwatch()
-            received = self._roster.receive(wait)
-            if received is None:
-                now = self._clock.stopwatch()
-                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
-                    self.caught_up = now
-                return
-            wait = 0.0
-            arrived, lost = list[Frames]([(*received, None)]), list[Failed]()
-            if self._fault_injector.strikes_frames:
-                arrived, lost = self._fault_injector.incoming(*received)
-            for failed in lost:
-                yield failed, failed.cause
-            for frames in arrived:
-                before = self._log.records
-                taken = self._roster.take(*frames)
-                if taken is not None:  # messages within this process have no log record
-                    yield taken, self._log.records - 1 if self._log.records > before else None

@@ -32,9 +32,8 @@ from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.agreement import RunData
-from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.population import Population, build_population
 from fedmq.packages import __version__
 from fedmq.runs import prometheus
 from fedmq.runs.report import run_report
@@ -62,33 +61,20 @@ _UNADMITTED = 32
 
 @dataclass(frozen=True)
 class CoordinatorArguments:
-    """How a coordinator is started.
-
-    Args:
-        run: the resolved run.
-        bind: URI to listen on.
-        keys: folder with the coordinator's key and the public keys of all peers.
-        out: the run folder; created if missing.
-        resume: resume from the run folder's last checkpoint.
-        data: folder of the prepared data; None to look it up.
-        stop_silos: whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
-        silos_per_connection: maximum number of silos that share a connection, see
-            :mod:`fedmq.wire.transports.shared_connections`.
-        logs: options of the log for operators; None for no log.
-        metrics_port: port on 127.0.0.1 for Prometheus; None for no endpoint.
-        report: write ``report.html`` of the run's records; false where the parent writes one that shows more.
-    """
+    """How a coordinator is started."""
 
     run: ResolvedRun
-    bind: str
-    keys: Path
-    out: Path
-    resume: bool = False
-    data: Path | None = None
-    silos_per_connection: int = 1
+    bind: str  # URI to listen on
+    keys: Path  # folder with the coordinator's key and the public keys of all peers
+    out: Path  # the run folder; created if missing
+    resume: bool = False  # resume from the run folder's last checkpoint
+    data: Path | None = None  # folder of the prepared data; None to look it up
+    silos_per_connection: int = 1  # maximum number of silos that share a connection, see shared_connections
+    # Whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
     stop_silos: bool = False
-    logs: LogOptions | None = None
-    metrics_port: int | None = None
+    logs: LogOptions | None = None  # options of the log for operators; None for no log
+    metrics_port: int | None = None  # port on 127.0.0.1 for Prometheus; None for no endpoint
+    # Write ``report.html`` of the run's records; false where the parent writes one that shows more.
     report: bool = False
 
     @property
@@ -99,27 +85,10 @@ class CoordinatorArguments:
 
 @dataclass(frozen=True)
 class CoordinatorResult:
-    """How a run ended.
+    """How a run ended."""
 
-    Args:
-        phase: ``DONE`` or ``STOPPED``.
-        summary: content of ``summary.json``; None if stopped.
-    """
-
-    phase: Phase
-    summary: RunSummary | None
-
-
-def check(scenario: Scenario, population: Population) -> None:
-    """Check that a run can start, by constructing what its programs construct.
-
-    Raises:
-        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
-            one of the user's own metrics cannot be loaded.
-    """
-    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
-    population.build_model(scenario, device_of(scenario.device), ("image", "text"))
-    measures_of(scenario.evaluation)
+    phase: Phase  # ``DONE`` or ``STOPPED``
+    summary: RunSummary | None  # content of ``summary.json``; None if stopped
 
 
 def run_coordinator(
@@ -139,7 +108,7 @@ def run_coordinator(
         status: called with the run's status a few times per second.
         stop_wanted: called between events; true stops the run cleanly, to be resumed later.
         order: executes the process commands of injected faults; None without a supervisor.
-        peers: creates all silos and the evaluator as functions of this process; None has them connect.
+        peers: makes silos and evaluator functions of this process; None has them connect.
 
     Raises:
         InputError: a key, the data or a checkpoint is invalid.
@@ -147,16 +116,16 @@ def run_coordinator(
     """
     torch.set_num_threads(1)  # merges are sums over one buffer; more threads would compete with the silos for cores
     keep_buffers()
-    scenario, folder = arguments.scenario, RunFolder(arguments.out)
+    scenario, run, folder = arguments.scenario, arguments.run, RunFolder(arguments.out)
     identity, accepted = _keys(arguments) if peers is None else (None, None)
-    population = _population(arguments)
+    population = build_population(scenario, folder=arguments.data, pooled=run.pooled) if scenario.data else None
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     data = None if population is None else population.counted(scenario)
     setting = None if data is None else _resumable(arguments, data, saved, accepted)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     began = clock.stopwatch()
     with contextlib.ExitStack() as closing:
-        admission = None if peers is not None else admission_of(arguments.run, folder, population, saved)
+        admission = None if peers is not None else admission_of(run, folder, population, saved)
         max_body, wire = own_largest_body(scenario) if setting is None else largest_body(setting[0]), None
         if identity is not None and accepted is not None:
             # Before anything is written, so that an unusable address leaves no folder behind.
@@ -165,7 +134,7 @@ def run_coordinator(
         roster: Peers
         if peers is not None and population is not None:
             log.note(LogEvent.INLINE)
-            roster = InProcessPeers(peers(population), arguments.run.id, log, clock, folder)
+            roster = InProcessPeers(peers(population), run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
@@ -194,14 +163,6 @@ def _ended(
 
 def _peer_names(scenario: Scenario) -> tuple[str, ...]:
     return (*scenario.silo_names, *([EVALUATOR] if scenario.evaluator else ()))
-
-
-def _population(arguments: CoordinatorArguments) -> Population | None:
-    """The simulated partition; None where silos have their own data."""
-    scenario = arguments.scenario
-    if scenario.data is None:
-        return None
-    return build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
 
 
 def _roster(
@@ -240,22 +201,8 @@ def _roster(
     return roster
 
 
-def _require_selectable(
-    arguments: CoordinatorArguments, run_context: RunContext, accepted: AcceptedKeys | None
-) -> None:
-    """Refuse a run if the keys of all silos that the method can select have been revoked."""
-    eligible = run_context.plan.eligible
-    if accepted is not None and accepted.keys().isdisjoint(eligible):
-        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
-
-
 def allow_descriptors(connections: int, bind: str) -> None:
     """Raise this process's limit of open files to the system's maximum, as each connection takes one.
-
-    Args:
-        connections: number of connections that the coordinator expects.
-        bind: URI on which it listens.
 
     Raises:
         InputError: the maximum is too low for the connections.
@@ -292,7 +239,10 @@ def _resumable(
     setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
-    _require_selectable(arguments, run_context, accepted)
+    eligible = run_context.plan.eligible
+    if accepted is not None and accepted.keys().isdisjoint(eligible):
+        found = f"no key of any silo that {arguments.scenario.protocol.label} can select"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {eligible[0]} or another eligible silo")
     if saved:
         checkpoints.check_fits(folder.checkpoints, saved, run_context.scenario.rounds, run_context.scenario.silo_names)
     if saved and saved.data != run_context.data:
@@ -343,20 +293,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, AcceptedKeys]:
 
 @dataclass
 class _Process:
-    """State that a coordinator process keeps for the whole run, also when late silos are included.
-
-    Args:
-        arguments: how the coordinator is started.
-        clock: the run's clock.
-        roster: the run's peers.
-        log: the coordinator's message log.
-        admission: decides which peers join; None without messages.
-        order: executes the process commands of injected faults.
-        status: called with the run's status.
-        stop_wanted: true stops the run cleanly.
-        accepted: public keys of the peers; None without messages.
-        began: stopwatch when the program began to listen [s].
-    """
+    """State that a coordinator process keeps for the whole run, also when late silos are included."""
 
     arguments: CoordinatorArguments
     clock: Clock
@@ -382,13 +319,7 @@ class _Process:
         setting: tuple[RunContext, torch.Tensor] | None,
         saved: checkpoints.Checkpoint | None,
     ) -> CoordinatorResult:
-        """Run all rounds, and write the summary and the model.
-
-        Args:
-            data: the run's data.
-            setting: the result of :func:`_resumable`, if known.
-            saved: the checkpoint that the run resumes from.
-        """
+        """Run all rounds, and write the summary and the model."""
         counters = saved.counters if saved else Counters()
         waited = self.clock.stopwatch() - self.began  # for the silos' statements about their data
         counters.add_seconds("total", waited)
@@ -466,11 +397,8 @@ class _Process:
             StatusReport(run_context, clock, roster, counters, evaluation, self.status, log.logger),
             stop_wanted=self.stop_wanted,
             stop_silos=self.arguments.stop_silos,
-            late_silos=self._late_silos,
+            late_silos=lambda: isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late),
         )
-
-    def _late_silos(self) -> bool:
-        return isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late)
 
 
 @contextlib.contextmanager

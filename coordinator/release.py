@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -27,10 +26,10 @@ from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release import ReleaseConfig, ReleasedInputs, model_card
-from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine, RunSummary
+from fedmq.runs.release import ReleaseConfig, ReleasedInputs
+from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine
 from fedmq.storage.json_files import read_json
-from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors, write_text
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
 from fedmq.wire.codec import digest
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 from fedmq.wire.payloads import Metrics, Payload
@@ -40,12 +39,7 @@ _PUBLIC = 0o666
 
 
 def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
-    """Whether the last evaluations had no higher mean R@1 than one before them.
-
-    Args:
-        lines: lines of ``metrics.jsonl``.
-        patience: number of evaluations; None is never over.
-    """
+    """Whether the last ``patience`` evaluations had no higher mean R@1 than one before them."""
     if patience is None:
         return False
     evaluated = {line.version: line.metrics[HEADLINE] for line in lines if isinstance(line, EvaluationLine)}
@@ -56,28 +50,19 @@ def patience_over(lines: Iterable[MetricsLine], patience: int | None) -> bool:
 class BestModel:
     """Keeps the version with the highest mean R@1 in ``best/`` of the run folder; the earliest of equal ones.
 
-    Args:
-        run_context: fixed facts of the run.
-        data: the run's data.
-
     Raises:
         InputError: the record of an earlier process is damaged.
     """
 
     def __init__(self, run_context: RunContext, data: RunData) -> None:
-        path = best_path(run_context.folder)
+        path = run_context.folder.root / "best" / "best.json"  # the model is in ``model/`` next to it
         self._path, self._data = path, data
         self._run_context = replace(run_context, folder=RunFolder(path.parent))
-        self.best = read_best(run_context.folder)
+        allowed = "the record of a run's best version"
+        self.best = read_json(path, BestVersion, allowed) if path.exists() else None
 
     def evaluated(self, version: int, metrics: Metrics, state: State) -> None:
-        """Keep a version if it is the best one so far.
-
-        Args:
-            version: number of merges.
-            metrics: metrics on the validation split.
-            state: the method's state at that version.
-        """
+        """Keep a version if it is the best one so far on the validation split."""
         value = metrics.values[HEADLINE]
         if self.best is not None and value <= self.best.value:
             return
@@ -87,32 +72,10 @@ class BestModel:
         write_json(self._path, self.best.plain())
 
 
-def best_path(folder: RunFolder) -> Path:
-    """The record of the best version; its model is in ``model/`` next to it."""
-    return folder.root / "best" / "best.json"
-
-
-def read_best(folder: RunFolder) -> BestVersion | None:
-    """The best version of a run; None if none is kept.
-
-    Raises:
-        InputError: its record is damaged.
-    """
-    path = best_path(folder)
-    return read_json(path, BestVersion, "the record of a run's best version") if path.exists() else None
-
-
 def write_model(
     run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: RunData
 ) -> ReleaseConfig:
-    """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
-
-    Args:
-        run_context: fixed facts of the run.
-        theta: the model's parameters, float32 [P].
-        more: payloads released with the model.
-        data: the run's data.
-    """
+    """Write the model (float32 [P]), further payloads that inference needs, and ``config.json`` about them."""
     layout, folder, scenario = run_context.context.layout, run_context.folder.model, run_context.scenario
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
     write_atomically(folder / "model.safetensors", partial(write_tensors, tensors=tensors, mode=_PUBLIC))
@@ -149,13 +112,6 @@ def write_model(
     return config
 
 
-def write_card(run_context: RunContext, config: ReleaseConfig, summary: RunSummary) -> None:
-    """Write the model card, ``model/README.md``."""
-    scenario = run_context.scenario
-    text = model_card(config, summary, scenario.protocol.label, scenario.evaluation.split)
-    write_text(run_context.folder.model / "README.md", text)
-
-
 def _texts(scenario: Scenario, data: RunData) -> Literal["sentences", "bag"]:
     """The texts that the model reads, of data that are not vectors."""
     if scenario.data is not None:
@@ -175,14 +131,7 @@ def _frozen(scenario: Scenario, data: RunData) -> dict[str, str]:
 
 
 def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:
-    """The request that had a silo evaluate its personal model.
-
-    It has the number of its last committed task, and the payloads of a task based on the final version.
-
-    Args:
-        release: the released run.
-        population: the silos and their data; of a run on sites' own data that of one site.
-        silo: name of the silo.
+    """The request that had a silo evaluate its personal model, with the payloads of a task of the final version.
 
     Raises:
         InputError: the method has no personal models, or the checkpoint is missing, damaged or of other data.
@@ -222,11 +171,7 @@ def final_evaluation_request(release: Release, population: Population, silo: str
 
 
 def _agreed(release: Release) -> RunData:
-    """The facts about the data of a run on sites' own data.
-
-    Raises:
-        InputError: its agreement is missing, damaged or of another run.
-    """
+    """The facts about the data of a run on sites' own data."""
     scenario = release.scenario
     known = read_json(release.run.agreement, AgreementRecord, "what the silos of this run agreed on")
     minimum = scenario.participation.minimum

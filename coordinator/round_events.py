@@ -54,20 +54,13 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Failed:
-    """A silo's task has no usable reply: it was refused, the silo reported an error, or the silo stayed away.
-
-    Args:
-        silo: the silo.
-        sequence: number of its task.
-        reason: reason of the failure; the wire's reason where the reply was refused.
-        gone: the silo is given up with its task.
-        cause: number of the log record of what made it fail; None if there is none.
-    """
+    """A silo's task has no usable reply: it was refused, the silo reported an error, or the silo stayed away."""
 
     silo: str
     sequence: int
-    reason: FailureReason | str
-    gone: bool = False
+    reason: FailureReason | str  # reason of the failure; the wire's reason where the reply was refused
+    gone: bool = False  # the silo is given up with its task
+    # Number of the log record of what made it fail; None if there is none.
     cause: int | None = field(default=None, compare=False)
 
 
@@ -88,15 +81,10 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Merged:
-    """The requested merge is done and its checkpoint is on disk.
-
-    Args:
-        version: number of merges.
-        last: no further rounds are wanted, as evaluations no longer improve.
-    """
+    """The requested merge is done and its checkpoint is on disk."""
 
     version: int
-    last: bool = False
+    last: bool = False  # no further rounds are wanted, as evaluations no longer improve
 
 
 @dataclass(frozen=True)
@@ -140,13 +128,9 @@ Event = (
 # --------------------------------------------------------------------------------------------------- actions out
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """Base of all actions.
+    """Base of all actions."""
 
-    Args:
-        cause: number of the log record of the event that caused the action; None without a log.
-    """
-
-    cause: int | None = None
+    cause: int | None = None  # number of the log record of the event that caused the action; None without a log
 
 
 @dataclass(frozen=True)
@@ -194,20 +178,12 @@ Action = Send | SetDeadline | Merge | Discard | Finish
 
 # --------------------------------------------------------------------------------------------------- stored
 class RoundsRecord(Stored):
-    """The rounds machine between two rounds.
-
-    Args:
-        version: number of merges.
-        last: no further rounds are wanted, as evaluations no longer improve.
-        gone: silos that were given up.
-        pending: number, base version and round of each pending task, by silo.
-        sequences: number of each silo's last task.
-        losses: last training loss reported by each silo.
-    """
+    """The rounds machine between two rounds."""
 
     version: Count
-    last: bool
-    gone: list[str]
+    last: bool  # no further rounds are wanted, as evaluations no longer improve
+    gone: list[str]  # silos that were given up
+    # Number, base version and round of each pending task, by silo.
     pending: dict[str, Annotated[list[Count], Field(min_length=3, max_length=3)]]
-    sequences: dict[str, Count]
-    losses: dict[str, float]
+    sequences: dict[str, Count]  # number of each silo's last task
+    losses: dict[str, float]  # last training loss reported by each silo

@@ -74,52 +74,30 @@ class Rounds:
 
     A checkpoint, which is written after a merge, stores ``version``, ``last``, ``gone``, ``pending``, ``sequences`` and
     ``losses``. After a merge the other fields are reset, or follow from the joined silos and the trace.
-
-    Args:
-        plan: the scenario's options.
-        phase: phase of the run.
-        version: number of merges so far; also the number of the present round.
-        online: silos with a session.
-        off: silos that the availability trace has off.
-        gone: silos given up; they are not selected until they rejoin, and a resumed run starts without them.
-        pending: pending tasks, by silo.
-        cohort: silos selected at this version whose task has not failed. A silo is selected at most once per version.
-        arrived: task numbers of the replies to be merged next, by silo.
-        failed: silos whose task of this version failed.
-        sequences: number of the last task, by silo.
-        losses: last-known training loss, by silo.
-        deadline_set: whether the deadline of the present merge is scheduled.
-        deadline_passed: whether it has passed.
-        last: no further rounds are wanted.
-        awaited: silos that took part before the run was resumed; it starts without them only after :class:`WaitEnded`.
     """
 
     plan: RoundsPlan
     phase: Phase = Phase.GATHERING
-    version: int = 0
-    online: frozenset[str] = frozenset()
-    off: frozenset[str] = frozenset()
+    version: int = 0  # number of merges so far; also the number of the present round
+    online: frozenset[str] = frozenset()  # silos with a session
+    off: frozenset[str] = frozenset()  # silos that the availability trace has off
+    # Silos given up; they are not selected until they rejoin, and a resumed run starts without them.
     gone: frozenset[str] = frozenset()
     pending: Mapping[str, PendingTask] = field(default_factory=dict)
+    # Silos selected at this version whose task has not failed. A silo is selected at most once per version.
     cohort: tuple[str, ...] = ()
-    arrived: Mapping[str, int] = field(default_factory=dict)
-    failed: frozenset[str] = frozenset()
-    sequences: Mapping[str, int] = field(default_factory=dict)
-    losses: Mapping[str, float] = field(default_factory=dict)
-    deadline_set: bool = False
-    deadline_passed: bool = False
-    last: bool = False
+    arrived: Mapping[str, int] = field(default_factory=dict)  # task numbers of the replies to be merged next, by silo
+    failed: frozenset[str] = frozenset()  # silos whose task of this version failed
+    sequences: Mapping[str, int] = field(default_factory=dict)  # number of the last task, by silo
+    losses: Mapping[str, float] = field(default_factory=dict)  # last-known training loss, by silo
+    deadline_set: bool = False  # whether the deadline of the present merge is scheduled
+    deadline_passed: bool = False  # whether it has passed
+    last: bool = False  # no further rounds are wanted
+    # Silos that took part before the run was resumed; it starts without them only after WaitEnded.
     awaited: frozenset[str] = frozenset()
 
     def handle(self, event: Event, record: int | None = None) -> tuple[Rounds, tuple[Action, ...]]:
-        """Handle an event.
-
-        Args:
-            event: the event.
-            record: number of the event's log record, which the actions carry as their cause; None without a log.
-
-        Returns:
-            The next machine, and the actions to carry out.
+        """The next machine, and the actions to carry out, with the event's log record as their cause.
 
         Raises:
             IllegalEventError: the present phase does not allow the event, or it names an unknown silo or version.
@@ -392,30 +370,19 @@ def _silos_of(event: Event) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Exit:
-    """A way into another phase.
+    """A way into another phase."""
 
-    Args:
-        when: the condition, which is looked at after an event.
-        to: the phase.
-        enter: what entering it changes, with its actions.
-    """
-
-    when: Callable[[Rounds], bool]
+    when: Callable[[Rounds], bool]  # the condition, which is looked at after an event
     to: Phase
-    enter: Callable[[Rounds], Step] = lambda rounds: (rounds, ())
+    enter: Callable[[Rounds], Step] = lambda rounds: (rounds, ())  # what entering it changes, with its actions
 
 
 @dataclass(frozen=True)
 class Transition:
-    """What becomes of an event in a phase.
+    """What becomes of an event in a phase."""
 
-    Args:
-        change: what the event changes, with its actions.
-        exits: ways into another phase; the first whose condition holds is taken.
-    """
-
-    change: Callable[[Rounds, Any], Step]
-    exits: tuple[Exit, ...] = ()
+    change: Callable[[Rounds, Any], Step]  # what the event changes, with its actions
+    exits: tuple[Exit, ...] = ()  # ways into another phase; the first whose condition holds is taken
 
 
 def _selecting(change: Callable[[Rounds, Any], Step]) -> Callable[[Rounds, Any], Step]:

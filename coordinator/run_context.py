@@ -41,11 +41,6 @@ def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]
 
     Classes are first assigned the silos they name. Then each class in turn is assigned ``round(share * N)`` of the
     remaining silos, in an order drawn from the seed.
-
-    Args:
-        cost: the scenario's cost section.
-        seed: the scenario's seed.
-        silos: all silos in their fixed order.
     """
     result = {silo: each.slowdown for each in cost.classes.values() for silo in each.silos}
     left = sorted((silo for silo in silos if silo not in result), key=lambda silo: seeds.derive(seed, "device", silo))
@@ -58,23 +53,14 @@ def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Task durations from device classes, log-normal speeds within them, jitter per task, and a lossy link.
-
-    Args:
-        cost: the scenario's cost section.
-        seed: the scenario's seed.
-        silos: all silos in their fixed order.
-        epochs: local epochs per task.
-        down_bytes: nominal size of a task [bytes].
-        up_bytes: nominal size of a reply [bytes].
-    """
+    """Task durations from device classes, log-normal speeds within them, jitter per task, and a lossy link."""
 
     cost: Cost
     seed: int
     silos: tuple[str, ...]
-    epochs: int
-    down_bytes: int
-    up_bytes: int
+    epochs: int  # local epochs per task
+    down_bytes: int  # nominal size of a task [bytes]
+    up_bytes: int  # nominal size of a reply [bytes]
 
     @cached_property
     def _slowdowns(self) -> dict[str, float]:
@@ -94,13 +80,7 @@ class CostModel:
         return float(generator.lognormal(0.0, self.cost.jitter_sigma))
 
     def duration(self, silo: str, sequence: int, samples: int) -> float:
-        """Virtual time from sending a task to the arrival of its reply [s].
-
-        Args:
-            silo: the silo's name.
-            sequence: number of the task.
-            samples: training samples of the silo.
-        """
+        """Virtual time from sending a task to the arrival of its reply, by the silo's training samples [s]."""
         cost = self.cost
         compute = cost.seconds_per_sample * samples * self.epochs * self.speed(silo) * self.jitter(silo, sequence)
         down = self.down_bytes / (cost.down_bandwidth or cost.bandwidth)
@@ -120,36 +100,22 @@ class CostModel:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Fixed facts of a run, as the coordinator's loop uses them.
-
-    Args:
-        scenario: the resolved scenario.
-        protocol: the method's coordinator side.
-        context: facts shared by the method's coordinator and silo sides.
-        samples: training samples of each silo, in silo order: they bound what a reply may claim, weight the sampling
-            by size, and determine a task's duration in virtual time and its place in the order of tasks.
-        cost: cost model of tasks in virtual time.
-        folder: the run folder.
-        trace: availability of the silos.
-        data: digest of the prepared data.
-        trace_file: digest of the file of ``trace``; empty if there is none.
-        pairs: items of the evaluated split with both modalities, of each silo.
-        evaluated: items of the evaluated split; None if only the evaluator knows them.
-        own_attributes: warns if the method changes them.
-    """
+    """Fixed facts of a run, as the coordinator's loop uses them."""
 
     scenario: Scenario
     protocol: FederatedProtocol
     context: Context
+    # Training samples of each silo, in silo order: they bound what a reply may claim, weight the sampling by size, and
+    # determine a task's duration in virtual time and its place in the order of tasks.
     samples: tuple[int, ...]
     cost: CostModel
     folder: RunFolder
     trace: Trace = field(default_factory=Trace)
-    data: str = ""
-    trace_file: str = ""
-    pairs: tuple[int, ...] = ()
-    evaluated: EvaluatedItems | None = None
-    own_attributes: OwnAttributes = field(init=False, repr=False, compare=False)
+    data: str = ""  # digest of the prepared data
+    trace_file: str = ""  # digest of the file of ``trace``; empty if there is none
+    pairs: tuple[int, ...] = ()  # items of the evaluated split with both modalities, of each silo
+    evaluated: EvaluatedItems | None = None  # items of the evaluated split; None if only the evaluator knows them
+    own_attributes: OwnAttributes = field(init=False, repr=False, compare=False)  # warns if the method changes them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "own_attributes", OwnAttributes(self.protocol))
@@ -215,12 +181,7 @@ class RunContext:
         return tuple(updates.model_to_silos(each, self.scenario.compression.model) for each in payloads)
 
     def task_info(self, round_: int, committed: int) -> TaskInfo:
-        """The description that a task carries.
-
-        Args:
-            round_: number of the round.
-            committed: number of the silo's last durably committed task; it may delete older personal states.
-        """
+        """The description that a task carries; the silo may delete personal states before its task ``committed``."""
         rate = self.scenario.training.rate_at(round_, self.scenario.schedule_rounds)
         return TaskInfo(round=round_, rounds=self.scenario.rounds, committed=committed, learning_rate=rate)
 
@@ -305,23 +266,14 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
 
 
 def selectable(scenario: Scenario, data: RunData) -> tuple[str, ...]:
-    """The silos that the method can select, by what they hold at the start of the run.
-
-    Args:
-        scenario: the resolved scenario.
-        data: the run's data.
-    """
+    """The silos that the method can select, by what they hold at the start of the run."""
     context = data.context(scenario, data.build_model(scenario, "cpu", ()))
     method = protocols.create(scenario.protocol, context)
     return tuple(silo.name for silo in data.silos if method.eligible(silo))
 
 
 def _samples(scenario: Scenario, data: RunData, method: FederatedProtocol) -> tuple[int, ...]:
-    """Number of items that each silo trains on; if faults change its modalities, the largest number.
-
-    Raises:
-        InputError: a silo that the method can select has nothing to train on.
-    """
+    """Number of items that each silo trains on; if faults change its modalities, the largest number."""
     script, unpaired = FaultSchedule(scenario.faults, scenario.seed, data.silos), method.traits().unpaired
     contrasts, samples = OBJECTIVES.find(scenario.objective.base).contrasts, list[int]()
     for silo in data.silos:
@@ -419,9 +371,6 @@ class OwnAttributes:
     """The attributes of a method as it was made, at the coordinator.
 
     Functions and frozen dataclasses are not looked into, and properties may be cached by ``cached_property``.
-
-    Args:
-        method: the method.
     """
 
     def __init__(self, method: FederatedProtocol) -> None:

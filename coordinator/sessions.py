@@ -53,48 +53,30 @@ def _bytes_of(frames: Sequence[memoryview]) -> int:
 
 
 class Roster(Peers):
-    """All peers of a run with separate processes.
-
-    Args:
-        listener: the transport's listening end.
-        identity: the coordinator's name and key.
-        accepted: public keys of the peers that can open a session; the folder is watched for changes.
-        run: name of the run.
-        log: the coordinator's message log.
-        clock: clock for liveness and time stamps.
-        max_body: maximum size of an accepted message body [bytes].
-        patience: factor of the limits of silence, see :class:`fedmq.wire.channel.Channel`.
-        admission: decides from the data that peers state which of them join; None admits all peers that prove their
-            key.
-        names: names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
-        options: what the coordinator hides of its messages.
-        restarted: whether an earlier process of this coordinator may have had sessions with the peers.
-
-    Attributes:
-        inquiries: answers inquiries about the run's status; None refuses them.
-        unaccepted: the run's peers whose key is not or no longer accepted, with the log record that says so.
-    """
+    """All peers of a run with separate processes."""
 
     def __init__(
         self,
-        listener: Listener,
+        listener: Listener,  # the transport's listening end
         identity: Identity,
-        accepted: AcceptedKeys,
+        accepted: AcceptedKeys,  # public keys of the peers that can open a session; the folder is watched for changes
         run: str,
         log: MessageLog,
         clock: Clock,
-        max_body: int,
+        max_body: int,  # maximum size of an accepted message body [bytes]
         *,
-        patience: float = 1.0,
+        patience: float = 1.0,  # factor of the limits of silence, see Channel
+        # Decides from the data that peers state which of them join; None admits all peers that prove their key.
         admission: Admission | None = None,
+        # Names of the run's silos and evaluator; holders of other accepted keys can only inquire. None admits all.
         names: Collection[str] | None = None,
-        options: Wire = _DEFAULTS,
-        restarted: bool = False,
+        options: Wire = _DEFAULTS,  # what the coordinator hides of its messages
+        restarted: bool = False,  # whether an earlier process of this coordinator may have had sessions with the peers
     ) -> None:
         super().__init__(run, log, clock)
         self._stale = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
-        self.inquiries: Inquiries | None = None
+        self.inquiries: Inquiries | None = None  # answers inquiries about the run's status; None refuses them
         self._reports = ScenarioReports(log)
         self._replaced = ReplacedSessions(clock, patience, log.logger)
         self._duplicates = DuplicateLogins(clock, patience)
@@ -111,6 +93,7 @@ class Roster(Peers):
         self._expelled: list[bytes] = []
         self._dismissed = False
         without_key = (name for name in names or () if name != EVALUATOR and name not in accepted)
+        # The run's peers whose key is not or no longer accepted, with the log record that says so.
         self.unaccepted = {name: log.note(LogEvent.EXPELLED, peer=name) for name in without_key}
 
     @property
@@ -165,11 +148,7 @@ class Roster(Peers):
     def _read(
         self, address: bytes, peer: Peer | None, header: Header | ShortHeader, frames: Sequence[memoryview]
     ) -> Message | Ready | None:
-        """Handle frames by the kind of their message.
-
-        Raises:
-            RemoteWireError: they are refused.
-        """
+        """Handle frames by the kind of their message."""
         kind = header.kind if isinstance(header, Header) else None
         if isinstance(header, Header) and kind is Kind.HELLO:
             self._handshakes.hello(address, header, frames)

@@ -55,21 +55,7 @@ _SHOW_SECONDS = 0.2
 
 
 class StatusReport:
-    """The status of one coordinator process.
-
-    Args:
-        run_context: fixed facts of the run.
-        clock: the run's clock.
-        roster: the run's peers.
-        counters: the run's counters.
-        evaluation: the run's evaluation requests.
-        show: called with a :class:`Status` a few times per second.
-        logger: the log for operators.
-
-    Attributes:
-        limits: times and limits of pending tasks.
-        latest: the last status written; None before the first.
-    """
+    """The status of one coordinator process."""
 
     def __init__(
         self,
@@ -78,7 +64,7 @@ class StatusReport:
         roster: Peers,
         counters: Counters,
         evaluation: EvaluationRequests,
-        show: Callable[[Status], None],
+        show: Callable[[Status], None],  # called with a Status a few times per second
         logger: Logger,
     ) -> None:
         self._run_context, self._clock, self._roster, self._counters = run_context, clock, roster, counters
@@ -86,6 +72,7 @@ class StatusReport:
         self._names = run_context.scenario.silo_names
         samples = dict(zip(self._names, run_context.samples, strict=True))
         scenario = run_context.scenario
+        # Times and limits of pending tasks.
         self.limits = TaskLimits(scenario.aggregation.task_limit, samples, scenario.training.local_epochs)
         self._run = run_name(run_context.scenario)
         self._began = self._shown = clock.stopwatch()
@@ -94,7 +81,7 @@ class StatusReport:
         self._loss: float | None = None
         self._seen = set[str]()
         self._error: FedmqError | None = None
-        self.latest: StatusFile | None = None
+        self.latest: StatusFile | None = None  # the last status written; None before the first
         self._reported = evaluation.metrics_version
         known = run_context.evaluated
         self._gallery = None if known is None else gallery_with(known)
@@ -121,13 +108,7 @@ class StatusReport:
 
     @span("disk")
     def update(self, rounds: Rounds, seen: set[str], *, force: bool = False) -> None:
-        """Report the status, unless it was reported just before.
-
-        Args:
-            rounds: the rounds machine.
-            seen: silos that have joined since the coordinator started.
-            force: report it in any case.
-        """
+        """Report the status, unless it was reported just before; ``seen`` are the silos that have joined."""
         now, self._seen = self._clock.stopwatch(), seen
         if (version := self._latest_round()) != self._reported:
             self._reported, found = version, self._latest()
@@ -271,43 +252,27 @@ SILENT_SECONDS = 5 * BEAT_SECONDS
 
 
 class Inquiries:
-    """Answers inquiries for the roster.
-
-    Args:
-        run: the run's id.
-        silos: names of all silos.
-        rounds: total number of rounds.
-        clock: clock for the time stamp.
-        log: the coordinator's message log, which notes each sender of an inquiry once.
-        admission: knows what the silos stated about their data.
-        scenario: the scenario as plain data, of which silos and the evaluator learn digests; None tells nothing.
-
-    Attributes:
-        latest: the last status of the rounds; None before the first.
-    """
+    """Answers inquiries for the roster."""
 
     def __init__(
         self,
         run: str,
         silos: Sequence[str],
-        rounds: int,
+        rounds: int,  # total number of rounds
         clock: Clock,
-        log: MessageLog,
-        admission: Admission | None = None,
+        log: MessageLog,  # the coordinator's message log, which notes each sender of an inquiry once
+        admission: Admission | None = None,  # knows what the silos stated about their data
+        # The scenario as plain data, of which silos and the evaluator learn digests; None tells nothing.
         scenario: Mapping[str, object] | None = None,
     ) -> None:
         self._admission, self._scenario = admission, scenario
         self._run, self._silos, self._rounds, self._clock, self._log = run, tuple(silos), rounds, clock, log
         self._asked: set[str] = set()
+        # The last status of the rounds; None before the first.
         self.latest: Callable[[], StatusFile | None] = lambda: None
 
     def answer(self, name: str, peers: Peers) -> RunStatus:
-        """The answer to an inquiry.
-
-        Args:
-            name: name of the key that the sender has proven to hold.
-            peers: the run's peers, whose state is the status before the rounds begin.
-        """
+        """The answer to the holder of a key; before the rounds begin, the state of the peers is the status."""
         if name not in self._asked:
             self._asked.add(name)
             self._log.note(LogEvent.STATUS_REQUESTED, peer=name)

@@ -28,7 +28,7 @@ from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.packages import versions
 from fedmq.profiling import span
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig, model_card
 from fedmq.runs.results import read_metrics, result_digests
 from fedmq.runs.run_records import (
     EvaluatedItems,
@@ -43,7 +43,7 @@ from fedmq.runs.run_records import (
     TaskCounts,
     Traffic,
 )
-from fedmq.storage.run_folder import write_json
+from fedmq.storage.run_folder import write_json, write_text
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import EVALUATOR
 
@@ -56,15 +56,7 @@ _MEASURED = ("startup", "merge", "evaluation")
 def summary_of(
     loop: Loop, data: RunData, clock: Clock, config: ReleaseConfig, stated: AgreementRecord | None
 ) -> RunSummary:
-    """The summary of a run whose last version is evaluated.
-
-    Args:
-        loop: the finished loop.
-        data: the run's data, with the numbers of items.
-        clock: the run's clock.
-        config: configuration of the released model.
-        stated: what the processes stated about their data; None without messages.
-    """
+    """The summary of a run whose last version is evaluated."""
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
     own = _last_own_heldout(loop)
@@ -256,13 +248,6 @@ def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[s
 def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admission: Admission | None) -> RunSummary:
     """Write the released model and the summary.
 
-    Args:
-        loop: the finished loop.
-        data: the run's data, with the numbers of items.
-        clock: the run's clock.
-        initial: initial parameters, float32 [P].
-        admission: what the processes stated about their data; None without messages.
-
     Raises:
         RunError: the method shares a model, and no silo's update changed it.
     """
@@ -288,6 +273,8 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         change = float(moved / before.clamp(min=torch.finfo(initial.dtype).tiny))
         summary = summary.model_copy(update={"change": change})
     write_json(folder.summary, summary.plain())
-    release.write_card(run_context, config, summary)
+    scenario = run_context.scenario
+    card = model_card(config, summary, scenario.protocol.label, scenario.evaluation.split)
+    write_text(folder.model / "README.md", card)
     loop.log.note(LogEvent.RESULT_DIGESTS, caused_by=loop.phase_cause, **result_digests(folder))
     return summary

@@ -41,23 +41,15 @@ class EntryKind(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class TimelineEntry:
-    """An entry of the timeline.
+    """An entry of the timeline."""
 
-    Args:
-        at: the run's time [s].
-        kind: what is due.
-        index: the silo's index in the fixed order, or the round of a deadline; breaks ties.
-        sequence: number of the task; 0 if there is none.
-        silo: the silo that replies or changes its availability; empty for a deadline.
-        cause: number of the log record that led to a deadline.
-    """
-
-    at: float
+    at: float  # the run's time [s]
     kind: EntryKind
-    index: int
-    sequence: int = 0
+    index: int  # the silo's index in the fixed order, or the round of a deadline; breaks ties
+    sequence: int = 0  # number of the task; 0 if there is none
+    # The silo that replies or changes its availability; empty for a deadline.
     silo: str = field(default="", compare=False)
-    cause: int | None = field(default=None, compare=False)
+    cause: int | None = field(default=None, compare=False)  # number of the log record that led to a deadline
 
 
 class Timeline:
@@ -98,13 +90,7 @@ class Timeline:
 
 
 def event_of(entry: TimelineEntry, outcome: Update | Failed | None, trace: Trace) -> Event:
-    """Convert a due entry to an event of the rounds machine.
-
-    Args:
-        entry: the due entry.
-        outcome: the task's reply, or its failure; used for arrivals only.
-        trace: availability of the silos.
-    """
+    """Convert a due entry to an event of the rounds machine; ``outcome`` is that of an arrival."""
     match entry.kind:
         case EntryKind.DEADLINE:
             return Deadline(entry.index)
@@ -120,19 +106,7 @@ def event_of(entry: TimelineEntry, outcome: Update | Failed | None, trace: Trace
 def note_event(
     log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int, cause: int | None
 ) -> int:
-    """Log an event with its time and version; a replay compares runs event by event.
-
-    Args:
-        log: the coordinator's message log.
-        entry: the due entry.
-        event: the event made from it.
-        version: number of merges so far.
-        number: number of the event in the run.
-        cause: number of the log record that led to it; None if there is none.
-
-    Returns:
-        The number of its log record.
-    """
+    """Log an event with its time and version, by which a replay compares runs; returns the number of its record."""
     return log.event(
         _KINDS[type(event)],
         silo=entry.silo,
@@ -145,14 +119,7 @@ def note_event(
 
 
 def drawn_outcome(run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts) -> TaskOutcome:
-    """The outcome of a new task, according to the cost model and the scenario's faults.
-
-    Args:
-        run_context: fixed facts of the run.
-        fault_injector: applies the faults.
-        task: the task.
-        silo: its silo, with the modalities that it has at the task's base version.
-    """
+    """The outcome of a new task, according to the cost model and the scenario's faults."""
     work = run_context.cost.duration(silo.name, task.sequence, run_context.samples[silo.index])
     outcome = fault_injector.outcome(silo.name, task.sequence, task.base_version, work, task.cause)
     if run_context.protocol.eligible(silo):
@@ -161,28 +128,16 @@ def drawn_outcome(run_context: RunContext, fault_injector: FaultInjector, task: 
 
 
 class Outcomes:
-    """The first outcome of each pending task, and when it is due.
-
-    Args:
-        silos: facts of the silos, by name.
-        due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
-        clock: the run's clock.
-        timeline: receives the arrivals.
-        fault_injector: knows the delays of replies on a wall clock.
-        log: the coordinator's message log.
-        counters: the run's counters.
-
-    Attributes:
-        due: arrival times [s] as above.
-    """
+    """The first outcome of each pending task, and when it is due."""
 
     def __init__(
         self,
         silos: Mapping[str, SiloFacts],
+        # Arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
         due: dict[str, float],
         clock: Clock,
         timeline: Timeline,
-        fault_injector: FaultInjector,
+        fault_injector: FaultInjector,  # knows the delays of replies on a wall clock
         log: MessageLog,
         counters: Counters,
     ) -> None:
@@ -199,13 +154,7 @@ class Outcomes:
                 self._timeline.arrival(at, self._silos[silo].index, silo, pending[silo].sequence)
 
     def expect(self, silo: str, sequence: int, at: float) -> float:
-        """A task is issued, or issued again; returns when its outcome is due [s].
-
-        Args:
-            silo: the task's silo.
-            sequence: number of the task.
-            at: when its outcome arrives in virtual time [s].
-        """
+        """A task is issued, or issued again, with a virtual arrival ``at`` [s]; returns when its outcome is due [s]."""
         if silo not in self.due:
             self.due[silo] = math.inf
             if self._clock.virtual:
@@ -250,13 +199,7 @@ class Outcomes:
     ) -> None:
         """Store the outcome of a pending task; the first one counts. The timeline decides when it is handled.
 
-        Args:
-            pending: the pending tasks, by silo.
-            silo: the task's silo.
-            sequence: number of the task.
-            outcome: the update in the reply, or the failure.
-            after: delay on a wall clock [s]; None for the delay of the scenario's faults.
-            cause: number of the log record of the reply, or of why the task failed; None if there is none.
+        ``after`` is its delay on a wall clock [s]; None for that of the scenario's faults.
         """
         if not self.is_open(pending, silo, sequence):
             # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.

@@ -237,34 +237,20 @@ def reason_of(message: Message) -> FailureReason:
 def weighted(
     run_context: RunContext, update: Update, states: Mapping[int, State], version: int, merged: Mapping[str, int]
 ) -> Update:
-    """A validated update with its weights in a merge, and with the branches that its silo lacks filled in.
-
-    Args:
-        run_context: fixed facts of the run.
-        update: the update.
-        states: method states by version, including the update's base version.
-        version: the version that the update is merged into.
-        merged: number of merged replies by silo, so far.
-    """
+    """A validated update with its weights in a merge into ``version``, and the branches that its silo lacks."""
     age, context = version - update.base_version, run_context.context
+    aggregation, eligible, rarity = run_context.scenario.aggregation, run_context.plan.eligible, 1.0
+    if aggregation.mode != "sync" and aggregation.balance is not None:
+        mean = sum(merged[name] for name in eligible) / len(eligible)
+        rarity = participation_weight(merged[update.silo.name], mean, aggregation.balance)
     layers = run_context.traits.shared_layers
     return replace(
         update,
         staleness=age,
-        damping=damping(run_context.scenario.aggregation.staleness, age),
+        damping=damping(aggregation.staleness, age),
         payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
-        participation_weight=_participation_weight(run_context, update.silo.name, merged),
+        participation_weight=rarity,
         base=states[update.base_version],
-    )
-
-
-def _participation_weight(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
-    """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
-    aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
-    if aggregation.mode == "sync" or aggregation.balance is None:
-        return 1.0
-    return participation_weight(
-        merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance
     )
 
 
@@ -272,12 +258,6 @@ def merged_state(
     run_context: RunContext, state: State, replies: Sequence[Update], round_: int
 ) -> tuple[MergeResult, tuple[str, ...]]:
     """Aggregate replies into the method's next state.
-
-    Args:
-        run_context: fixed facts of the run.
-        state: the method's current state.
-        replies: replies, at least one.
-        round_: number of the round.
 
     Returns:
         The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule

@@ -43,8 +43,7 @@ from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
 from fedmq.wire.transports.shared_connections import Branch, beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, ReadySilo, reply_to
-from silos.schedule import AgreedSchedule
+from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
@@ -86,21 +85,13 @@ class _Member:
 
 @dataclass
 class Host:
-    """The silos of a host.
-
-    Args:
-        arguments: how it was started.
-        population: the data and its partition among the silos.
-        model: the two towers, which the silos share.
-        accepted: accepted public keys.
-        identities: names and keys of its silos, by name.
-    """
+    """The silos of a host."""
 
     arguments: HostArguments
-    population: Population
-    model: TwoTower
+    population: Population  # the data and its partition among the silos
+    model: TwoTower  # the two towers, which the silos share
     accepted: Accepted
-    identities: Mapping[str, Identity]
+    identities: Mapping[str, Identity]  # names and keys of its silos, by name
     clock: Clock = field(default_factory=WallClock)
     members: dict[str, _Member] = field(default_factory=dict)
 
@@ -230,13 +221,7 @@ Item = tuple[str, Message]
 
 
 class ChannelGroup:
-    """Channels that share a thread and a connection.
-
-    Args:
-        uri: URI at which the coordinator listens, with the prefix ``shared+``.
-        open_channel: ``(name, deliver)``: makes the channel of a peer that delivers what it receives to ``deliver``.
-        names: the peers.
-    """
+    """Channels that share a thread and a connection; ``open_channel(name, deliver)`` makes that of a peer."""
 
     def __init__(
         self, uri: str, open_channel: Callable[[str, Callable[[Message], None]], Channel], names: Sequence[str]
@@ -309,12 +294,7 @@ class _Link:
 
 
 def _step(links: list[_Link], *, everyone: bool) -> list[_Link]:
-    """Let the channels receive and send; returns those that are still active.
-
-    Args:
-        links: the channels that are still active.
-        everyone: also those without messages, which then check the time.
-    """
+    """Let the channels receive and send, with ``everyone`` also those without messages; returns those still active."""
     handshakes = 0
     for link in links:
         channel = link.channel

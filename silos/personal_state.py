@@ -77,11 +77,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 class DiskQueue:
-    """Writes states to disk after their tasks.
-
-    Args:
-        threaded: write in a thread, while the silos of one process compute; otherwise :meth:`settle` writes.
-    """
+    """Writes states after their tasks: in a thread, while the silos of one process compute, or in :meth:`settle`."""
 
     def __init__(self, *, threaded: bool) -> None:
         self._thread = ThreadPoolExecutor(1) if threaded else None  # starts with its first write
@@ -102,14 +98,10 @@ class DiskQueue:
 
 
 class StateStore:
-    """A silo's personal tensors by task number.
+    """A silo's personal tensors by task number, in its own folder; without a queue each is written at once.
 
     The folder is listed only at the start: files that are deleted while the process runs are missed, and never make a
     silo train from an older state.
-
-    Args:
-        folder: folder of this silo alone.
-        disk_queue: writes states until it is settled; None writes each at once.
     """
 
     def __init__(self, folder: Path, disk_queue: DiskQueue | None = None) -> None:
@@ -131,11 +123,7 @@ class StateStore:
         return max((number for number in self._numbers if number <= sequence), default=None)
 
     def epochs(self, clock: Clock) -> TaskEpochs:
-        """Snapshots of the task that starts now.
-
-        Args:
-            clock: clock for the interval between snapshots.
-        """
+        """Snapshots of the task that starts now."""
         return TaskEpochs(self._folder / _EPOCHS, clock)
 
     @property
@@ -165,14 +153,10 @@ class StateStore:
         return self._newest[1]
 
     def keep(self, sequence: int, state: Mapping[str, torch.Tensor], committed: int) -> None:
-        """Store the state after a task.
+        """Store the state after a task; nothing is written if neither this state nor an earlier one has tensors.
 
-        Args:
-            sequence: the task's number.
-            state: the tensors, which must not change afterwards; nothing is written if neither this state nor an
-                earlier one has any.
-            committed: replies up to this task number are merged and checkpointed, so of the states up to it only the
-                newest is still needed.
+        The tensors must not change afterwards. Replies up to the task ``committed`` are merged and checkpointed, so of
+        the states up to it only the newest is still needed.
 
         Raises:
             DiskError: it could not be written, for any reason; with a queue, :meth:`DiskQueue.settle` raises it.
@@ -202,9 +186,7 @@ class StateStore:
 class TaskEpochs:
     """Snapshots of a task between two epochs; only tasks that take long are interrupted often enough to need them.
 
-    Args:
-        path: path of the snapshot, one per silo; a snapshot of another task is ignored and overwritten.
-        clock: clock for the interval between snapshots.
+    A silo has one file of them; a snapshot of another task is ignored and overwritten.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
@@ -252,12 +234,7 @@ def _kept_until(log: MessageLog) -> tuple[bool, int, bool]:
 
 
 class StateNotes:
-    """Notes in a silo's log that it has a personal state, or has lost it since.
-
-    Args:
-        store: the silo's personal state.
-        log: the silo's log, which tells whether there was one before.
-    """
+    """Notes in a silo's log that it has a personal state, or has lost it since."""
 
     def __init__(self, store: StateStore, log: MessageLog) -> None:
         self._store, self._log = store, log
@@ -276,9 +253,7 @@ class StateNotes:
     def after_task(self, number: int, committed: int = 0) -> None:
         """Note the first task after which the silo has a state, and a state that stayed in another folder.
 
-        Args:
-            number: the task's number.
-            committed: number of the last task whose reply is merged, 0 if none.
+        ``committed`` is the number of the last task whose reply is merged, 0 if none.
         """
         if self._kept:
             return

@@ -1,4 +1,8 @@
-"""The silo program: loads the silo's dataset, connects to the coordinator and executes tasks until stopped."""
+"""The silo program: loads the silo's dataset, connects to the coordinator and executes tasks until stopped.
+
+A silo answers what the scenario needs and nothing else, whatever the coordinator sends: one task for each version of
+the model, at the rate of its round, and the evaluations that the scenario schedules.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.data.item_digests import item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
+from fedmq.errors import RemoteWireError
 from fedmq.federation.participant import (
     FATAL_ERRORS,
     SiteData,
@@ -23,22 +28,24 @@ from fedmq.federation.participant import (
     raise_refused,
 )  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.protocol import Traits
 from fedmq.packages import __version__
 from fedmq.profiling import span
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
+from fedmq.wire.codec import digest
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.log_events import LogEvent
+from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.message_log import MessageLog, StartFacts
-from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import Error, Payload
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import Error, Model, Payload, sizes
 from fedmq.wire.sessions import keep_buffers
 from silos.personal_state import StateNotes
-from silos.schedule import AgreedSchedule
 from silos.tasks import FailureReporter, Silo, SiloArguments, Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -117,12 +124,7 @@ def _log_and_channel(
 ) -> tuple[MessageLog, Channel]:
     """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
 
-    Args:
-        arguments: how the silo was started.
-        identity: its name and key.
-        accepted: accepted public keys.
-        now: the run's time as the silo knows it, from the time stamp of its last message [s].
-        logger: the log for operators.
+    ``now`` is the run's time as the silo knows it, from the time stamp of its last message [s].
     """
     clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
     forbidden = None
@@ -147,19 +149,96 @@ def _log_and_channel(
     )
 
 
+#: Evaluations of a version with another model than before that a silo answers in a run: a coordinator that was killed
+#: before its checkpoint repeats the merge, on a wall clock of other replies.
+_REPEATED_MERGES = 8
+_NEW_RUN = "if the run was begun anew, start the silo with another folder (--out)"
+_Contents = tuple[tuple[str, int, str], ...]
+
+
+class AgreedSchedule:
+    """What the coordinator may ask of a silo, and what it has asked, by its log also of earlier processes."""
+
+    def __init__(self, run: ResolvedRun, traits: Traits, log: MessageLog) -> None:
+        self._scenario, self._traits, self._log = run.scenario, traits, log
+        self._tasks: dict[int, tuple[int, _Contents]] = {}
+        self._models: dict[tuple[int, int], str] = {}  # of tasks, by version and size, as a method may send a part
+        self._evaluated: dict[tuple[Kind, int], set[_Contents]] = {}
+        self._repeated = 0
+        for _, record in read_log(log.path):
+            if isinstance(record, MessageRecord) and record.action == "received" and record.header.run == run.id:
+                found = zip(record.payloads, record.digests, strict=False)
+                self._take(record.header, tuple((kind, size, content) for (kind, size), content in found))
+
+    def check(self, message: Message) -> None:
+        """Check a message of kind task, evaluate or evaluate_silo, which counts from here on.
+
+        Raises:
+            RemoteWireError: the scenario has no such request, or another one of this version; the log says so.
+        """
+        contents = tuple(
+            (kind, size, digest(payload))
+            for (kind, size), payload in zip(sizes(message.payloads), message.payloads, strict=True)
+        )
+        wrong = self._outside(message) or self._take(message.header, contents)
+        if wrong is not None:
+            self._log.refused(COORDINATOR, Reason.UNSCHEDULED, wrong, 0)
+            raise RemoteWireError(Reason.UNSCHEDULED, wrong)
+
+    def _outside(self, message: Message) -> str | None:
+        """What of a request the scenario does not have; None if it may have it."""
+        scenario, header, task = self._scenario, message.header, message.task
+        version, rounds = header.base_version, scenario.rounds
+        if header.kind is Kind.EVALUATE and not self._traits.personalised:
+            return f"an evaluation of a personal model, which {scenario.protocol.label} has none of"
+        if header.kind is Kind.EVALUATE_SILO and not (
+            scenario.silos_evaluate and scenario.evaluation.due(version, rounds)
+        ):
+            return f"an evaluation of version {version} on the silo's own items, which the scenario does not schedule"
+        if header.kind is Kind.EVALUATE and version > rounds:
+            return f"an evaluation of version {version}, but the scenario has {rounds} rounds"
+        if task is None or header.kind is not Kind.TASK:
+            return None
+        if (task.round, task.rounds) != (version, rounds) or version >= rounds:
+            said = f"a task of round {task.round} of {task.rounds} with version {version}"
+            return f"{said}, but the scenario has {rounds} rounds, each with the version of its number"
+        if not 1 <= header.sequence <= version + 1:
+            return f"a task with number {header.sequence} in round {version}: a silo has at most one task in each round"
+        rate = scenario.training.rate_at(version, scenario.schedule_rounds)
+        if task.learning_rate != rate:
+            return f"a task with the learning rate {task.learning_rate!r}, but in round {version} it is {rate!r}"
+        return None
+
+    def _take(self, header: Header, contents: _Contents) -> str | None:
+        """Count a request; returns what earlier ones of its version contradict, None if they agree."""
+        version = header.base_version
+        models = {(version, size): content for kind, size, content in contents if kind == Model.KIND}
+        if header.kind is Kind.TASK:
+            if self._tasks.setdefault(version, (header.sequence, contents)) != (header.sequence, contents):
+                return f"a second task of round {version} with other content: the silo answers one; {_NEW_RUN}"
+            self._models |= models
+            return None
+        if header.kind not in (Kind.EVALUATE, Kind.EVALUATE_SILO):
+            return None
+        if not self._traits.model_per_silo and any(self._models.get(at, one) != one for at, one in models.items()):
+            return f"an evaluation of another model of version {version} than the silo was sent to train"
+        known = self._evaluated.setdefault((header.kind, version), set())
+        asked = tuple(each for each in contents if each[0] == Model.KIND)
+        if known and asked not in known:
+            if self._repeated >= _REPEATED_MERGES:
+                return f"an evaluation of another model of version {version} than before"
+            self._repeated += 1
+        known.add(asked)
+        return None
+
+
 @dataclass(frozen=True)
 class ReadySilo:
-    """A silo that has joined.
-
-    Args:
-        silo: the silo.
-        agreed: what its coordinator may ask of it.
-        notes: notes in its log about its personal state.
-    """
+    """A silo that has joined."""
 
     silo: Silo
-    agreed: AgreedSchedule
-    notes: StateNotes
+    agreed: AgreedSchedule  # what its coordinator may ask of it
+    notes: StateNotes  # notes in its log about its personal state
 
     @classmethod
     def of(cls, silo: Silo, run: ResolvedRun, log: MessageLog) -> ReadySilo:
@@ -169,25 +248,15 @@ class ReadySilo:
 
 @dataclass(frozen=True)
 class SiloStart:
-    """A silo before it joins: its data are loaded and described.
-
-    Args:
-        arguments: how it was started.
-        identity: its key.
-        statement: what it states about its data.
-        samples: number of its training items.
-        content: digest of its data, which it declares in its log.
-        silo: ready for tasks; None until the silos have agreed on labels and inputs.
-        data: data of a silo with its own data; None in a simulated partition.
-    """
+    """A silo before it joins: its data are loaded and described."""
 
     arguments: SiloArguments
     identity: Identity
-    statement: tuple[Payload, ...]
+    statement: tuple[Payload, ...]  # what it states about its data
     samples: int
-    content: str
-    silo: Silo | None
-    data: SiteData | None = None
+    content: str  # digest of its data, which it declares in its log
+    silo: Silo | None  # ready for tasks; None until the silos have agreed on labels and inputs
+    data: SiteData | None = None  # data of a silo with its own data; None in a simulated partition
 
     @classmethod
     @span("data")

@@ -55,35 +55,22 @@ from silos.personal_state import DiskQueue, StateStore
 
 @dataclass(frozen=True)
 class SiloArguments:
-    """How a silo is started.
+    """How a silo is started."""
 
-    Args:
-        run: run as the coordinator has it.
-        name: the silo's name.
-        connect: the coordinator's URI.
-        keys: folder of the silo's key and of the coordinator's public key.
-        out: folder for its message log and its personal state.
-        device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
-        data: folder of the prepared data, if known; None locates it.
-        site: the silo's site, which has its data if the silos have their own data; None without a site file.
-        logs: options of the log for operators; None for no log.
-        policy: file of the policy for what may leave the silo; None allows everything.
-        simulated: `fedmq scenario` started it on this machine, so errors may be reported with their whole text.
-        ends_with_other_run: end when the coordinator has begun another run, instead of waiting for this one.
-    """
-
-    run: ResolvedRun
+    run: ResolvedRun  # run as the coordinator has it
     name: str
-    connect: str
-    keys: Path
-    out: Path
-    device: str | None = None
-    data: Path | None = None
+    connect: str  # the coordinator's URI
+    keys: Path  # folder of the silo's key and of the coordinator's public key
+    out: Path  # folder for its message log and its personal state
+    device: str | None = None  # ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's
+    data: Path | None = None  # folder of the prepared data, if known; None locates it
+    # The silo's site, which has its data if the silos have their own data; None without a site file.
     site: Site | None = None
-    logs: LogOptions | None = None
-    policy: Path | None = None
+    logs: LogOptions | None = None  # options of the log for operators; None for no log
+    policy: Path | None = None  # file of the policy for what may leave the silo; None allows everything
+    # `fedmq scenario` started it on this machine, so errors may be reported with their whole text.
     simulated: bool = False
-    ends_with_other_run: bool = False
+    ends_with_other_run: bool = False  # end when the coordinator has begun another run, instead of waiting for this one
 
     @property
     def scenario(self) -> Scenario:
@@ -92,23 +79,16 @@ class SiloArguments:
 
 
 class Silo:
-    """A silo with its dataset loaded, ready for tasks.
-
-    Args:
-        arguments: how it was started.
-        population: the data and its partition among the silos.
-        model: the two towers, if silos of one process share them; None builds new ones.
-        noise: source of the noise on its updates: the scenario's seed, or a secret of the silo.
-        disk_queue: writes its states, so that they are on disk once it is settled; None takes a new one.
-    """
+    """A silo with its dataset loaded, ready for tasks."""
 
     def __init__(
         self,
         arguments: SiloArguments,
-        population: Population,
-        model: TwoTower | None = None,
+        population: Population,  # the data and its partition among the silos
+        model: TwoTower | None = None,  # the two towers, if silos of one process share them; None builds new ones
         *,
-        noise: int | bytes,
+        noise: int | bytes,  # source of the noise on its updates: the scenario's seed, or a secret of the silo
+        # Writes its states, so that they are on disk once it is settled; None takes a new one.
         disk_queue: DiskQueue | None = None,
     ) -> None:
         scenario = arguments.scenario
@@ -205,9 +185,6 @@ class Silo:
 
         A task that is sent again starts from the same personal state and seeds, so the silo computes the same reply
         again and does not have to store it.
-
-        Args:
-            message: a message of kind task.
         """
         header, info = message.header, message.task
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
@@ -243,10 +220,6 @@ class Silo:
     def measure(self, message: Message) -> Metrics:
         """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
 
-        Args:
-            message: a message of kind evaluate, with the number of the silo's last merged task and the payloads of a
-                task at the current version.
-
         Raises:
             RemoteWireError: the method has no personal models.
         """
@@ -260,9 +233,6 @@ class Silo:
     @span("evaluate")
     def measure_shared(self, message: Message) -> SiloMetrics:
         """Evaluate the shared model on the silo's own held-out items; only metrics leave the silo.
-
-        Args:
-            message: a message of kind evaluate_silo, with the model and the other payloads that its inference needs.
 
         Raises:
             RemoteWireError: no model, more than one, or one of another layout.
@@ -280,11 +250,7 @@ class Silo:
             self.model.load(before.cpu().numpy())
 
     def personal_encoders(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
-        """The encoders of the silo's personal model, and the towers that they use.
-
-        Args:
-            message: a message of kind evaluate, see :meth:`measure`.
-            state: the silo's personal tensors.
+        """The encoders of the silo's personal model in the given state, and the towers that they use.
 
         Raises:
             RemoteWireError: the method has no personal models.
@@ -311,28 +277,15 @@ class Silo:
 
 @dataclass(frozen=True)
 class FailureReporter:
-    """Reports a silo's failed tasks and evaluations.
-
-    Args:
-        name: the silo's name.
-        errors: file of its tracebacks.
-        logger: its log for operators.
-        whole: the coordinator learns the whole text, see :func:`reportable`.
-    """
+    """Reports a silo's failed tasks and evaluations."""
 
     name: str
-    errors: ErrorFile
+    errors: ErrorFile  # file of its tracebacks
     logger: Logger
-    whole: bool
+    whole: bool  # the coordinator learns the whole text, see reportable
 
     def report(self, error: Exception, header: Header, what: Mapping[str, int]) -> str:
-        """Report an error to the silo's operator; returns the text for the coordinator.
-
-        Args:
-            error: the error.
-            header: header of the request that failed.
-            what: its numbers for the log.
-        """
+        """Report an error of a request to the silo's operator; returns the text for the coordinator."""
         reported, text = reportable(error, whole=self.whole), f"{type(error).__name__}: {error}"
         if not isinstance(error, FedmqError):
             place = self.errors.add(error, self.name, f"{header.kind} {header.sequence}")
@@ -350,11 +303,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0005, 0.02, 1.02
 
 
 class Slots:
-    """The slots of one run on this machine.
-
-    Args:
-        folder: shared by all silos of the run on this machine; created if missing, removed by the last of them.
-        count: number of slots.
+    """The slots of one run on this machine, in a folder that its silos share and the last of them removes.
 
     Raises:
         InputError: the folder cannot be written.

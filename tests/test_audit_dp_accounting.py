@@ -19,7 +19,7 @@ from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Model
-from silos.schedule import AgreedSchedule
+from silos.program import AgreedSchedule
 from tests.adversary_forged_logs import message_record
 from tests.threaded_run import resolved, run
 

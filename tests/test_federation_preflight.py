@@ -90,7 +90,7 @@ def test_every_problem_is_reported_with_its_fix_and_what_needs_a_failed_check_is
 
 def test_every_check_that_can_fail_says_how_to_fix_it_and_needs_only_checks_before_it() -> None:
     before = set[str]()
-    for _, check in LISTED:
+    for check in LISTED:
         assert check.fix or check.name == "versions"
         assert set(check.needs) <= before
         before.add(check.name)

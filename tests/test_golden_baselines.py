@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from fedmq.federation.updates import polynomial
+from fedmq.config.sections import Staleness
+from fedmq.federation.updates import damping
 from fedmq.models.two_tower import through_shared
 from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl, moon, plfedcmh
 from protocols.objectives import shdch
@@ -19,7 +20,8 @@ STALENESS = (0, 3, 8)
 
 
 def damped(x: Inputs, exponent: float) -> torch.Tensor:
-    factors = torch.tensor([polynomial(s, exponent) for s in STALENESS], dtype=torch.float64)
+    function = Staleness(kind="polynomial", exponent=exponent)
+    factors = torch.tensor([damping(function, s) for s in STALENESS], dtype=torch.float64)
     return aggregation.damped(sample_weights(x), factors)
 
 

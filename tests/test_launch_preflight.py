@@ -20,9 +20,9 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
 from fedmq.cli.scenarios import print_results
 from fedmq.config.scenario import Scenario
-from fedmq.federation.preflight import Result, Verdict
+from fedmq.federation.preflight import Program, Result, Verdict
 from fedmq.launch import preflight as module
-from fedmq.launch.preflight import Limits, Program, Starting
+from fedmq.launch.preflight import Limits, Starting
 from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos.tasks import SiloArguments

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.federation.preflight import Result, Verdict
-from fedmq.launch.preflight import CHECKS, Program, Starting, preflight
+from fedmq.federation.preflight import Program, Result, Verdict
+from fedmq.launch.preflight import CHECKS, Starting, preflight
 from fedmq.packages import __version__
 from fedmq.runs.status import status_of
 from fedmq.storage.run_folder import RunFolder
@@ -97,8 +97,8 @@ def test_preflight_compares_the_data_with_what_the_site_has_stated_in_the_run(
         assert starting.status.coordinator is not None
         known = starting.status.coordinator.model_copy(update={"committed": committed})
         starting.status = starting.status.model_copy(update={"coordinator": known})
-        (check,) = (each for _, each in CHECKS if each.name == "data")
-        (stated,) = (each for _, each in CHECKS if each.name == "data as stated before")
+        (check,) = (each for each in CHECKS if each.name == "data")
+        (stated,) = (each for each in CHECKS if each.name == "data as stated before")
         check.test(starting)
         ((found, detail),) = stated.test(starting) or ()
         assert found is verdict and re.match(words, detail), (found, detail)

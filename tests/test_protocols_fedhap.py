@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator import program
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import MissingModality, Objective, Training
 from fedmq.config.sections import Evaluation
@@ -22,6 +21,7 @@ from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, measure
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Update
+from fedmq.launch import preparation
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta
@@ -330,4 +330,4 @@ def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: P
     ):
         scenario = resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting)
         with pytest.raises(InputError, match=told):
-            program.check(scenario, build_population(scenario))
+            preparation._can_start(scenario, build_population(scenario))

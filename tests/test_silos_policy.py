@@ -29,8 +29,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import CARRIES, COORDINATOR, Header, Kind, Message, Reason, TaskInfo
 from fedmq.wire.payloads import PAYLOADS, Error, Loss, Model, Payload, Refusal, tensor_bytes
 from fedmq.wire.transports.registry import listen
-from silos.program import run_silo
-from silos.schedule import AgreedSchedule
+from silos.program import AgreedSchedule, run_silo
 from silos.tasks import Silo, SiloArguments
 from tests import threaded_run
 from tests.threaded_run import resolved, run_of

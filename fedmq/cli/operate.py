@@ -277,13 +277,11 @@ def preflight_command(
     from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
 
     run = resolved(read(file, settings or (), seed), manual=True)
-    from fedmq.federation.preflight import Verdict  # noqa: PLC0415
+    from fedmq.federation.preflight import Program, Verdict  # noqa: PLC0415
     from fedmq.launch import preflight  # noqa: PLC0415 - imports torch
 
     silo = silo_arguments(run, site, policy, ProcessOptions(name, keys, connect, device, out_dir))
-    results = preflight.preflight(
-        preflight.Program.PREFLIGHT, preflight.Starting(run, silo, None if as_json else bar())
-    )
+    results = preflight.preflight(Program.PREFLIGHT, preflight.Starting(run, silo, None if as_json else bar()))
     if as_json:
         made = [*results]
         print_json([asdict(result) for result in made])

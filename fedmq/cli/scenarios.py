@@ -81,26 +81,28 @@ def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | Evaluator
     """Make the checks of a program that starts, and warn of settings without effect.
 
     Args:
-        program: name of the program in :class:`fedmq.launch.preflight.Program`.
+        program: name of the program in :class:`fedmq.federation.preflight.Program`.
         run: the run.
         peer: the arguments of the silo or of the evaluator.
 
     Raises:
         FedmqError: the first problem.
     """
+    from fedmq.federation.preflight import Program  # noqa: PLC0415
     from fedmq.launch import preflight  # noqa: PLC0415
 
-    preflight.refuse_start(preflight.Program[program], preflight.Starting(run, peer))
+    preflight.refuse_start(Program[program], preflight.Starting(run, peer))
     if peer is None:
         warn([run])
 
 
 def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
     """Make all checks before a run, and print what it would do and take; as JSON only the estimates."""
+    from fedmq.federation.preflight import Program  # noqa: PLC0415
     from fedmq.launch import estimates, preflight  # noqa: PLC0415
 
     progress = None if quiet else bar()
-    results = [*preflight.preflight(preflight.Program.CHECK, preflight.Starting(run, progress=progress))]
+    results = [*preflight.preflight(Program.CHECK, preflight.Starting(run, progress=progress))]
     warn([run])
     if print_results(results, err):
         sys.exit(BAD_INPUT)

@@ -42,53 +42,35 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TrainingItems:
-    """Numbers of a silo's training items.
+    """Numbers of a silo's training items."""
 
-    Args:
-        dataset: items with all of the silo's modalities; in a silo with both, its pairs.
-        image_only: further items of a silo with both modalities, with an image only.
-        text_only: likewise, with captions only.
-        all: all of them, and those without any of the silo's modalities.
-    """
-
-    dataset: int
-    image_only: int
-    text_only: int
-    all: int
+    dataset: int  # items with all of the silo's modalities; in a silo with both, its pairs
+    image_only: int  # further items of a silo with both modalities, with an image only
+    text_only: int  # likewise, with captions only
+    all: int  # all of them, and those without any of the silo's modalities
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Facts about the data of a run.
+    """Facts about the data of a run."""
 
-    Args:
-        silos: facts of each silo, in a fixed order.
-        inputs: shapes and dtypes of the model inputs.
-        label_names: names of the labels, in order; empty if there are none.
-        cache: cache folder, which holds shared weights.
-        vocabulary: words of the bags of words, in order; empty in a simulated partition, and for other texts.
-        labelled: whether a training item has a label.
-        digest: digest (hex) of the data, which a resumed run must find again.
-        content: digest (hex) of what does not depend on the machine, which is released with the model.
-        counts: numbers of items, by silo; of a silo with own data only its own.
-        evaluated: numbers of evaluated items and of their captions; None if only the evaluator has them.
-        heldout_without_pair: items of the evaluated split that lack a modality and are not evaluated.
-        encoders: digests of the frozen encoders of the data, by modality; none for features from a file.
-        public: loads the public items, which belong to no silo; returns None if there are none.
-    """
-
-    silos: tuple[SiloFacts, ...]
-    inputs: InputSpec
-    label_names: tuple[str, ...]
-    cache: Path
+    silos: tuple[SiloFacts, ...]  # facts of each silo, in a fixed order
+    inputs: InputSpec  # shapes and dtypes of the model inputs
+    label_names: tuple[str, ...]  # names of the labels, in order; empty if there are none
+    cache: Path  # cache folder, which holds shared weights
+    # Words of the bags of words, in order; empty in a simulated partition, and for other texts.
     vocabulary: tuple[str, ...] = ()
-    labelled: bool = True
-    digest: str = ""
-    content: str = ""
+    labelled: bool = True  # whether a training item has a label
+    digest: str = ""  # digest (hex) of the data, which a resumed run must find again
+    content: str = ""  # digest (hex) of what does not depend on the machine, which is released with the model
+    # Numbers of items, by silo; of a silo with own data only its own.
     counts: Mapping[str, Counts] = field(default_factory=dict)
+    # Numbers of evaluated items and of their captions; None if only the evaluator has them.
     evaluated: tuple[int, int] | None = None
-    heldout_without_pair: int = 0
+    heldout_without_pair: int = 0  # items of the evaluated split that lack a modality and are not evaluated
+    # Digests of the frozen encoders of the data, by modality; none for features from a file.
     encoders: Mapping[str, str] = field(default_factory=dict)
+    # Loads the public items, which belong to no silo; returns None if there are none.
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
 
     @cached_property
@@ -199,15 +181,7 @@ def held_by(prepared: Prepared, *, image: bool, text: bool) -> tuple[bool, bool]
 
 
 def stated_alone(prepared: Prepared, items: ItemDigests, run: str, *, image: bool, text: bool) -> DataStatement:
-    """The statement of a process about its own data.
-
-    Args:
-        prepared: its data set.
-        items: digests of the items.
-        run: the run's id.
-        image: whether it uses images.
-        text: whether it uses captions.
-    """
+    """The statement of a process about its own data, of which it may use only some modalities."""
     counts = usable(counts_of(prepared, np.arange(prepared.n), prepared.present), image=image, text=text)
     digest = salted_digest(items, run, image=image, text=text)
     return DataStatement(digest, mask_of(image=image, text=text), counts)
@@ -355,13 +329,7 @@ def _union(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def silos_of(names: Sequence[str], modalities: SiloModalities, counts: Mapping[str, Counts]) -> tuple[SiloFacts, ...]:
-    """The silos of a run, with the numbers of their unpaired items as far as this process knows them.
-
-    Args:
-        names: names of all silos of the scenario. Those that have stated no data yet have neither modality.
-        modalities: modalities of the silos that have.
-        counts: numbers of items, of the silos that this process knows them of.
-    """
+    """The silos of a run: those without ``modalities`` have stated no data yet; unpaired items as far as counted."""
     masks, silos = dict(zip(modalities.silos, modalities.masks.tolist(), strict=True)), list[SiloFacts]()
     for index, name in enumerate(names):
         image, text = bool(masks.get(name, 0) & IMAGE), bool(masks.get(name, 0) & TEXT)
@@ -413,13 +381,7 @@ def run_data_of(
 
 
 def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> SiloDataset:
-    """A silo's dataset with the columns of the agreed labels and vocabulary.
-
-    Args:
-        dataset: with the columns of its data set.
-        prepared: that data set.
-        agreed: what the silos have agreed on.
-    """
+    """A silo's dataset, taken from ``prepared``, with the columns of the agreed labels and vocabulary."""
     labels, text = dataset.labels, dataset.text
     if prepared.label_names != agreed.label_names:
         labels = spread(labels, len(dataset), prepared.label_names, agreed.label_names)

@@ -83,21 +83,13 @@ class FailureReason(StrEnum):
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """How a task ends, decided when it is sent.
+    """How a task ends, decided when it is sent."""
 
-    Args:
-        issued_at: the run's time when the task was sent [s].
-        work: the task's duration without faults [s].
-        due: the run's time when its reply arrives or its failure is detected [s].
-        fails: why it has no reply; None if it has one.
-        sent: whether the task reaches the silo.
-    """
-
-    issued_at: float
-    work: float
-    due: float
-    fails: FailureReason | None = None
-    sent: bool = True
+    issued_at: float  # the run's time when the task was sent [s]
+    work: float  # the task's duration without faults [s]
+    due: float  # the run's time when its reply arrives or its failure is detected [s]
+    fails: FailureReason | None = None  # why it has no reply; None if it has one
+    sent: bool = True  # whether the task reaches the silo
 
     def delayed(self, seconds: float) -> TaskOutcome:
         """The same outcome, ``seconds`` later."""
@@ -105,13 +97,7 @@ class TaskOutcome:
 
 
 def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutcome | None:
-    """A task's outcome under a fault; None if the fault does not affect it.
-
-    Args:
-        fault: a fault of the task's link or process.
-        outcome: outcome of the task without this fault.
-        phase: the silo's phase in the period of a recurring fault, in [0, 1).
-    """
+    """A task's outcome under a fault, of which the silo is at ``phase`` in [0, 1) of its period; None if unaffected."""
     match fault:
         case Late(seconds=seconds) | Freeze(seconds=seconds) | Reorder(seconds=seconds) | Corrupt(seconds=seconds):
             return outcome.delayed(seconds)
@@ -259,30 +245,19 @@ _TIMED, _POISON, _PERSISTENT = get_args(Timed), get_args(Poison), get_args(Persi
 
 
 class ScheduledFault(NamedTuple):
-    """A fault that hits a task.
+    """A fault that hits a task."""
 
-    Args:
-        place: index of the fault in the scenario's list, from 0.
-        fault: the fault.
-    """
-
-    place: int
+    place: int  # index of the fault in the scenario's list, from 0
     fault: AnyFault
 
 
 @dataclass(frozen=True)
 class FaultSchedule:
-    """The faults of a run, by silo, task and round.
-
-    Args:
-        faults: the scenario's list.
-        seed: the scenario's seed.
-        silos: facts about all silos at the start of the run, in the fixed order.
-    """
+    """The faults of a run, by silo, task and round."""
 
     faults: tuple[AnyFault, ...]
     seed: int
-    silos: tuple[SiloFacts, ...]
+    silos: tuple[SiloFacts, ...]  # facts about all silos at the start of the run, in the fixed order
 
     @cached_property
     def _targets(self) -> tuple[frozenset[str], ...]:
@@ -297,14 +272,7 @@ class FaultSchedule:
         return frozenset(group[: max(1, round(fault.share * len(group)))])
 
     def strikes(self, silo: str, sequence: int, round_: int, issued_at: float) -> Iterator[ScheduledFault]:
-        """The faults that apply to a task by silo, round, time and probability.
-
-        Args:
-            silo: the silo's name.
-            sequence: the task's number.
-            round_: the task's base version.
-            issued_at: the run's time when the task was sent [s].
-        """
+        """The faults that apply to a task, issued at ``issued_at`` [s], by silo, round, time and probability."""
         for place, fault in enumerate(self.faults):
             if not isinstance(fault, Fault) or silo not in self._targets[place] or not fault.in_rounds(round_):
                 continue

@@ -34,13 +34,7 @@ _ACCEPTED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class SiteData:
-    """The data of a site, ready to be stated.
-
-    Args:
-        scenario: the resolved scenario.
-        prepared: the data set.
-        statement: its description for the coordinator.
-    """
+    """The data of a site, ready to be stated."""
 
     scenario: Scenario
     prepared: Prepared

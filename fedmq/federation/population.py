@@ -56,30 +56,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Population:
-    """The data of a run and its partition among silos.
+    """The data of a run and its partition among silos."""
 
-    Args:
-        prepared: the data set as memory-mapped arrays.
-        silos: facts of each silo, in a fixed order.
-        train: training rows of each silo, also of items that lack a modality.
-        heldout: rows of the evaluated split assigned to each silo.
-        evaluated: all rows of the evaluated split whose items have both modalities; others are not evaluated.
-        database: all rows of such items outside the evaluated split, the public split and a separate validation split.
-        galleries: rows of the database assigned to each silo: its training rows, and its part of the others.
-        cache: cache folder, which also holds shared weights.
-        dropped: bool [n, 2], the modalities of each item after ``missing_modality.per: item``; None if it drops none.
-        agreed: what the silos have agreed on with ``partition.kind own``; None in a simulated partition.
-    """
-
-    prepared: Prepared
-    silos: tuple[SiloFacts, ...]
-    train: tuple[I64, ...]
-    heldout: tuple[I64, ...]
-    evaluated: I64
+    prepared: Prepared  # the data set as memory-mapped arrays
+    silos: tuple[SiloFacts, ...]  # facts of each silo, in a fixed order
+    train: tuple[I64, ...]  # training rows of each silo, also of items that lack a modality
+    heldout: tuple[I64, ...]  # rows of the evaluated split assigned to each silo
+    evaluated: I64  # all rows of the evaluated split whose items have both modalities; others are not evaluated
+    # All rows of such items outside the evaluated split, the public split and a separate validation split.
     database: I64
+    # Rows of the database assigned to each silo: its training rows, and its part of the others.
     galleries: tuple[I64, ...]
-    cache: Path
+    cache: Path  # cache folder, which also holds shared weights
+    # Bool [n, 2], the modalities of each item after ``missing_modality.per: item``; None if it drops none.
     dropped: Present | None = None
+    # What the silos have agreed on with ``partition.kind own``; None in a simulated partition.
     agreed: RunData | None = None
 
     def rows_of(self, silo: SiloFacts, rows: I64 | None = None) -> SiloRows:
@@ -291,14 +282,7 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
 
 
 def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: RunData) -> Population:
-    """The population as a process with its own data sees it: only its own rows.
-
-    Args:
-        scenario: the resolved scenario.
-        name: name of the silo, or of the evaluator, which trains on nothing.
-        prepared: its data set.
-        agreed: what the silos have agreed on.
-    """
+    """The population as a silo, or an evaluator, with its own data sees it: only its own rows."""
     nothing, database = np.zeros(0, np.int64), _database(scenario, prepared)
     train, evaluated = prepared.rows("train"), prepared.pairs(scenario.evaluation.split)
 
@@ -406,13 +390,7 @@ def _compute_partition(
 
 
 def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64]) -> tuple[list[I64], ...]:
-    """Each silo's training, evaluated and other rows, ascending, by the column that the partition names.
-
-    Raises:
-        InputError: the data set has no such column, its values are not as many as silos, or a value has no item of the
-            training split or of the evaluated one. Evaluated items may all lack a modality, as at a site with images
-            only.
-    """
+    """Each silo's training, evaluated and other rows, ascending, by the column that the partition names."""
     column, values = scenario.partition.column or "", prepared.column
     if values is None:
         allowed = "a column of a manifest, or a key of a features file"

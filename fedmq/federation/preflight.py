@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Flag, StrEnum, auto
 from typing import Generic, NamedTuple, TypeVar
 
 from fedmq.config import plug_ins
@@ -31,6 +31,17 @@ class Verdict(StrEnum):
     FAILED = "failed"
 
 
+class Program(Flag):
+    """A program that makes checks before it starts, or instead."""
+
+    SCENARIO = auto()
+    COORDINATOR = auto()
+    SILO = auto()
+    EVALUATOR = auto()
+    PREFLIGHT = auto()
+    CHECK = auto()  # fedmq scenario --check
+
+
 class Outcome(NamedTuple):
     """A verdict of a check, and one line for a reader."""
 
@@ -40,36 +51,24 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Check(Generic[S]):
-    """A check before a run.
-
-    Args:
-        name: what is checked.
-        fix: how to fix a problem.
-        test: checks a subject; raises an error if there is a problem, and returns its other outcomes.
-        needs: names of earlier checks; the check is left out if one of them failed.
-    """
+    """A check before a run."""
 
     name: str
-    fix: str
+    fix: str  # how to fix a problem
+    # Checks a subject; raises an error if there is a problem, and returns its other outcomes.
     test: Callable[[S], Sequence[Outcome] | None]
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # names of earlier checks; the check is left out if one of them failed
+    programs: Program = Program.PREFLIGHT  # those that make it
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a check.
-
-    Args:
-        name: what was checked.
-        verdict: whether there is a problem.
-        detail: one line for a reader.
-        fix: how to fix the problem; empty without one.
-    """
+    """The result of a check."""
 
     name: str
-    verdict: Verdict
-    detail: str
-    fix: str = ""
+    verdict: Verdict  # whether there is a problem
+    detail: str  # one line for a reader
+    fix: str = ""  # how to fix the problem; empty without one
 
 
 def refuse(checks: Sequence[Check[S]], subject: S) -> None:
@@ -136,19 +135,31 @@ def _data(source: Source) -> None:
         raise InputError("data.path", f"the folder {data.path}, which holds no file", allowed)
 
 
+def _of_file(name: str, fix: str, test: Callable[[Source], None]) -> Check[Source]:
+    """A check of a scenario file, of which an error names file, line and key."""
+
+    def placed(source: Source) -> None:
+        try:
+            test(source)
+        except InputError as error:
+            raise InputError(source.place(error.place), error.found, error.allowed) from None
+
+    return Check(name, fix, placed)
+
+
 #: Checks of a scenario that take a fraction of a second.
-SCENARIO: tuple[Check[Source], ...] = (
-    Check(
+SCENARIO = (
+    _of_file(
         "method",
         "docs/reference/methods.md lists the methods",
         lambda source: _plug_in("protocol.name", source.scenario.protocol.name),
     ),
-    Check(
+    _of_file(
         "objective",
         "docs/reference/methods.md lists the objectives",
         lambda source: _plug_in("objective.base", source.scenario.objective.base),
     ),
-    Check("data on disk", "fedmq data list; then set data.name and data.path", _data),
+    _of_file("data on disk", "fedmq data list; then set data.name and data.path", _data),
 )
 
 
@@ -158,7 +169,4 @@ def refuse_scenario(source: Source) -> None:
     Raises:
         InputError: names file, line and key.
     """
-    try:
-        refuse(SCENARIO, source)
-    except InputError as error:
-        raise InputError(source.place(error.place), error.found, error.allowed) from None
+    refuse(SCENARIO, source)

@@ -27,23 +27,14 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class SiloFacts:
-    """What both the coordinator and the silo know about a silo.
+    """What both the coordinator and the silo know about a silo."""
 
-    Args:
-        name: ``silo-00``, ``silo-01``, ...
-        index: position in the fixed order of silos.
-        image: whether it holds images.
-        text: whether it holds captions.
-        image_only: number of its training items that have an image only.
-        text_only: number of its training items that have captions only.
-    """
-
-    name: str
-    index: int
-    image: bool
-    text: bool
-    image_only: int = 0
-    text_only: int = 0
+    name: str  # ``silo-00``, ``silo-01``, ...
+    index: int  # position in the fixed order of silos
+    image: bool  # whether it holds images
+    text: bool  # whether it holds captions
+    image_only: int = 0  # number of its training items that have an image only
+    text_only: int = 0  # number of its training items that have captions only
 
     @property
     def paired(self) -> bool:
@@ -63,52 +54,36 @@ class SiloFacts:
 
 @dataclass(frozen=True)
 class Context:
-    """Constants of a run, the same in every process unless noted.
-
-    Args:
-        seed: the scenario's seed.
-        rounds: number of merges over which the methods' schedules run; an extended run has more.
-        silos: all silos in their fixed order.
-        layout: layout of the shared parameters.
-        dim: dimension d of the joint embedding.
-        training: optimiser, batch size, local epochs.
-        objective: the base loss and its options.
-        label_names: names of the data set's L labels, in order; empty if it has no labels.
-        cohort: number of silos in a full synchronous round, for merges of fewer replies; None if every merge is full.
-        whole_rounds: whether each merge takes all replies of a round, as in mode ``sync``; set in the coordinator only.
-        max_age: number of versions after which a silo's last known statistics are dropped; None keeps all.
-        public: loads the public items, which belong to no silo, in both modalities; returns None if the data set marks
-            none as public.
-        build: builds the model with both frozen towers, for a coordinator that trains on public items.
-    """
+    """Constants of a run, the same in every process unless noted."""
 
     seed: int
-    rounds: int
+    rounds: int  # number of merges over which the methods' schedules run; an extended run has more
     silos: tuple[SiloFacts, ...]
-    layout: Layout
-    dim: int
-    training: Training
-    objective: Objective = field(default_factory=Objective)
-    label_names: tuple[str, ...] = ()
+    layout: Layout  # layout of the shared parameters
+    dim: int  # dimension d of the joint embedding
+    training: Training  # optimiser, batch size, local epochs
+    objective: Objective = field(default_factory=Objective)  # the base loss and its options
+    label_names: tuple[str, ...] = ()  # names of the data set's L labels, in order; empty if it has no labels
+    # Number of silos in a full synchronous round, for merges of fewer replies; None if every merge is full.
     cohort: int | None = None
+    # Whether each merge takes all replies of a round, as in mode ``sync``; set in the coordinator only.
     whole_rounds: bool = True
+    # Number of versions after which a silo's last known statistics are dropped; None keeps all.
     max_age: int | None = None
+    # Loads the public items, which belong to no silo, in both modalities; returns None if the data set marks none as
+    # public.
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
+    # Builds the model with both frozen towers, for a coordinator that trains on public items.
     build: Callable[[], TwoTower] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class State:
-    """A method's state at the coordinator between two merges; checkpoints contain all of it.
+    """A method's state at the coordinator between two merges; checkpoints contain all of it."""
 
-    Args:
-        theta: float32 [P], the shared parameters in the layout's order.
-        tensors: further tensors of the method, by name.
-        values: further JSON-serialisable scalars, lists and dicts of the method, by name.
-    """
-
-    theta: torch.Tensor
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    theta: torch.Tensor  # float32 [P], the shared parameters in the layout's order
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further tensors of the method, by name
+    # Further JSON-serialisable scalars, lists and dicts of the method, by name.
     values: Mapping[str, Any] = field(default_factory=dict)
     _models: dict[str, Model] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -121,21 +96,13 @@ class State:
 
 @dataclass(frozen=True)
 class Task:
-    """A training task of a silo.
+    """A training task of a silo."""
 
-    Args:
-        sequence: the task's number, unique per silo.
-        base_version: version (number of merges) of the model it starts from.
-        round: the round in which the task was sent, from 0.
-        learning_rate: learning rate of this round.
-        payloads: the model and the method's further payloads.
-    """
-
-    sequence: int
-    base_version: int
-    round: int
-    learning_rate: float
-    payloads: tuple[Payload, ...]
+    sequence: int  # the task's number, unique per silo
+    base_version: int  # version (number of merges) of the model it starts from
+    round: int  # the round in which the task was sent, from 0
+    learning_rate: float  # learning rate of this round
+    payloads: tuple[Payload, ...]  # the model and the method's further payloads
 
 
 class EpochStore(Protocol):
@@ -154,24 +121,17 @@ class EpochStore(Protocol):
 
 @dataclass(frozen=True)
 class Local:
-    """What a silo trains with: its dataset, its model object and its personal state.
+    """What a silo trains with: its dataset, its model object and its personal state."""
 
-    Args:
-        silo: facts about the silo.
-        dataset: the items that have all of the silo's modalities; of a silo with both, its pairs.
-        model: the two towers; :meth:`TwoTower.load` sets the downloaded parameters.
-        state: personal tensors from the silo's previous task, empty at the first one; never sent.
-        unpaired: in a silo with both modalities, the items with an image only and those with captions only, as far as
-            there are any; empty unless the method's traits say that it trains on them.
-        epochs: keeps snapshots of a long task; None keeps none.
-    """
-
-    silo: SiloFacts
-    dataset: SiloDataset
-    model: TwoTower
+    silo: SiloFacts  # facts about the silo
+    dataset: SiloDataset  # the items that have all of the silo's modalities; of a silo with both, its pairs
+    model: TwoTower  # the two towers; load sets the downloaded parameters
+    # Personal tensors from the silo's previous task, empty at the first one; never sent.
     state: Mapping[str, torch.Tensor]
+    # In a silo with both modalities, the items with an image only and those with captions only, as far as there are
+    # any; empty unless the method's traits say that it trains on them.
     unpaired: tuple[SiloDataset, ...] = ()
-    epochs: EpochStore | None = field(default=None, compare=False)
+    epochs: EpochStore | None = field(default=None, compare=False)  # keeps snapshots of a long task; None keeps none
 
     @property
     def samples(self) -> int:
@@ -181,32 +141,21 @@ class Local:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of local training.
+    """The result of local training."""
 
-    Args:
-        payloads: payloads of the reply.
-        state: personal tensors to keep for the next task.
-        loss: mean training loss.
-        idle: the method left the silo without training, whatever its data are; its update of zeros gets no noise.
-    """
-
-    payloads: tuple[Payload, ...]
-    state: Mapping[str, torch.Tensor]
-    loss: float
+    payloads: tuple[Payload, ...]  # payloads of the reply
+    state: Mapping[str, torch.Tensor]  # personal tensors to keep for the next task
+    loss: float  # mean training loss
+    # The method left the silo without training, whatever its data are; its update of zeros gets no noise.
     idle: bool = False
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """The encoders of a silo's personal model, by which it is evaluated.
+    """The encoders of a silo's personal model, by which it is evaluated."""
 
-    Args:
-        image: maps a batch of B images to embeddings [B, d] for ranking.
-        caption: maps a batch of B captions to embeddings [B, d].
-    """
-
-    image: Callable[[torch.Tensor], torch.Tensor]
-    caption: Callable[[torch.Tensor], torch.Tensor]
+    image: Callable[[torch.Tensor], torch.Tensor]  # maps a batch of B images to embeddings [B, d] for ranking
+    caption: Callable[[torch.Tensor], torch.Tensor]  # maps a batch of B captions to embeddings [B, d]
 
 
 @dataclass(frozen=True)
@@ -215,26 +164,18 @@ class Update:
 
     The coordinator checks a reply once, when it arrives (:mod:`coordinator.updates`): its payloads are of the kinds
     that :meth:`FederatedProtocol.uploads` declares, each once, and fit the run. Methods do not check them again.
-
-    Args:
-        silo: the silo that replied, with the modalities it had when its task was sent.
-        sequence: number of its task.
-        base_version: version that the silo started from.
-        staleness: version at the merge minus ``base_version``.
-        damping: h(staleness), 1 for a fresh reply.
-        payloads: the change of the parameters, and the statistics that the method has silos report.
-        participation_weight: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
-        base: the state that its task was created from, to interpret a stale update; None if it is the state that the
-            reply is merged into.
     """
 
-    silo: SiloFacts
+    silo: SiloFacts  # the silo that replied, with the modalities it had when its task was sent
     sequence: int
-    base_version: int
-    staleness: int
-    damping: float
-    payloads: tuple[Payload, ...]
+    base_version: int  # version that the silo started from
+    staleness: int  # version at the merge minus ``base_version``
+    damping: float  # h(staleness), 1 for a fresh reply
+    payloads: tuple[Payload, ...]  # the change of the parameters, and the statistics that the method has silos report
+    # Weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
     participation_weight: float = 1.0
+    # The state that its task was created from, to interpret a stale update; None if it is the state that the reply is
+    # merged into.
     base: State | None = None
 
     @property
@@ -331,17 +272,11 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class ReportedValue:
-    """How reports show a number that a method reports of its merges.
+    """How reports show a number that a method reports of its merges."""
 
-    Args:
-        title: title of its figure.
-        axis: title of the vertical axis.
-        meaning: what it is, in a sentence or two.
-    """
-
-    title: str
-    axis: str
-    meaning: str
+    title: str  # title of its figure
+    axis: str  # title of the vertical axis
+    meaning: str  # what it is, in a sentence or two
 
 
 class FederatedProtocol(ABC):

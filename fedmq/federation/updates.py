@@ -192,25 +192,16 @@ def check_downloads(scenario: Scenario, tasks: Sequence[Sequence[Payload]]) -> N
         raise InputError("compression.model.kind", scenario.compression.model.kind, allowed)
 
 
-def polynomial(staleness: float, exponent: float) -> float:
-    """h(s) = (1 + s)^-a (Xie et al. 2019, section 5.2)."""
-    return float((1.0 + staleness) ** -exponent)
-
-
-def hinge(staleness: float, slope: float, grace: float) -> float:
-    """h(s) = 1 up to s = b, then 1 / (a (s - b) + 1) (Xie et al. 2019, section 5.2)."""
-    return 1.0 if staleness <= grace else 1.0 / (slope * (staleness - grace) + 1.0)
-
-
 def damping(function: Staleness, staleness: int) -> float:
-    """The scenario's h(s); every function is 1 for a fresh reply, s = 0."""
+    """The scenario's h(s) (Xie et al. 2019, section 5.2); every function is 1 for a fresh reply, s = 0."""
     match function.kind:
         case "constant":
             return 1.0
         case "polynomial":
-            return polynomial(staleness, function.exponent)
+            return float((1.0 + staleness) ** -function.exponent)
         case "hinge":
-            return hinge(staleness, function.slope, function.grace)
+            beyond = staleness - function.grace
+            return 1.0 if beyond <= 0 else 1.0 / (function.slope * beyond + 1.0)
         case _:
             assert_never(function.kind)
 

@@ -53,20 +53,13 @@ _WIDE = 256  # minimum length of image vectors among which a crop stands out
 
 @dataclass(frozen=True)
 class _Decoded:
-    """What decoding found about one image.
+    """What decoding found about one image."""
 
-    Args:
-        problem: ``name: reason`` if it cannot be read; else empty.
-        pixels: digest of its pixels; empty if there are none.
-        constant: whether the values of each colour differ by at most :data:`_CONSTANT`: practically blank.
-        pages: number of further images in the same file, which are not read.
-        looks: difference hashes of the image and of its mirror image; None without an image, of a video or if blank.
-    """
-
-    problem: str = ""
-    pixels: str = ""
-    constant: bool = False
-    pages: int = 0
+    problem: str = ""  # ``name: reason`` if it cannot be read; else empty
+    pixels: str = ""  # digest of its pixels; empty if there are none
+    constant: bool = False  # whether the values of each colour differ by at most _CONSTANT: practically blank
+    pages: int = 0  # number of further images in the same file, which are not read
+    # Difference hashes of the image and of its mirror image; None without an image, of a video or if blank.
     looks: tuple[int, int] | None = None
 
 
@@ -92,11 +85,7 @@ def _decode(raw: RawSet, row: int) -> _Decoded:
 
 
 def _decode_all(raw: RawSet, progress: Progress | None) -> list[_Decoded]:
-    """Decode every image that exists.
-
-    Raises:
-        InputError: the package that reads these files is missing.
-    """
+    """Decode every image that exists."""
     report, found = tell(progress, "images", len(raw)), list[_Decoded]()
     with ThreadPoolExecutor(extract.READERS) as pool:
         for start in range(0, len(raw), BATCH):
@@ -108,82 +97,52 @@ def _decode_all(raw: RawSet, progress: Progress | None) -> list[_Decoded]:
 
 @dataclass(frozen=True)
 class SiloData:
-    """The data that a silo would hold.
+    """The data that a silo would hold."""
 
-    Args:
-        modalities: ``image``, ``text`` or both.
-        samples: number of training items.
-        labels: number of training items of each label.
-        heldout: number of held-out items.
-        image_only: among the training items of a silo with both modalities, those with an image only.
-        text_only: likewise with captions only.
-    """
-
-    modalities: tuple[str, ...]
+    modalities: tuple[str, ...]  # ``image``, ``text`` or both
     samples: int
-    labels: Mapping[str, int]
+    labels: Mapping[str, int]  # number of training items of each label
     heldout: int
-    image_only: int = 0
-    text_only: int = 0
+    image_only: int = 0  # among the training items of a silo with both modalities, those with an image only
+    text_only: int = 0  # likewise with captions only
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about a scenario's data; None for facts that were not checked.
-
-    Args:
-        data: name of the data set.
-        items: number of items.
-        captions: number of captions.
-        splits: number of items of each split; empty if the items cannot be split.
-        labels: number of items of each label.
-        without_labels: number of items without a label.
-        published: numbers of items and labels in the data set's papers, if they differ from those on disk.
-        problems: errors with which a run would fail.
-        usable: whether a run can use the data set.
-        missing: names of missing images.
-        unreadable: images that cannot be read, each with the reason.
-        without_captions: keys of the items without captions.
-        without_image: keys of the items whose data set says that they have no image.
-        silos: the data that each silo would hold.
-        duplicates_of_training_items: keys of evaluated items that duplicate a training item.
-        duplicates_by_image: keys of evaluated items whose image is a training item's, whatever the captions.
-        alike: keys of further evaluated items whose image looks like a training item's.
-        crops: keys of further evaluated items whose image vector is much closer to one training item's than to others.
-        constant: names of images of nearly one colour.
-        paged: names of files with several images, such as the pages of a TIFF, of which only the first is read.
-        warnings: counts of what is probably unintended; zeros and near vectors only if the features are known.
-        heldout_labels: one line for each held-out split in which labels distinguish no items.
-        split: one line on where the split comes from; empty if the items cannot be split.
-        ignored: names of files and items that are not read, by the reason.
-        example: one item with its captions and labels, in a line.
-    """
+    """Facts about a scenario's data; None for facts that were not checked."""
 
     data: str
     items: int
     captions: int
-    splits: Mapping[str, int]
-    labels: Mapping[str, int]
-    without_labels: int
+    splits: Mapping[str, int]  # number of items of each split; empty if the items cannot be split
+    labels: Mapping[str, int]  # number of items of each label
+    without_labels: int  # number of items without a label
+    # Numbers of items and labels in the data set's papers, if they differ from those on disk.
     published: Mapping[str, int] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
-    usable: bool = True
-    missing: tuple[str, ...] | None = None
-    unreadable: tuple[str, ...] | None = None
-    without_captions: tuple[str, ...] | None = None
-    without_image: tuple[str, ...] | None = None
-    silos: Mapping[str, SiloData] | None = None
+    problems: tuple[str, ...] = ()  # errors with which a run would fail
+    usable: bool = True  # whether a run can use the data set
+    missing: tuple[str, ...] | None = None  # names of missing images
+    unreadable: tuple[str, ...] | None = None  # images that cannot be read, each with the reason
+    without_captions: tuple[str, ...] | None = None  # keys of the items without captions
+    without_image: tuple[str, ...] | None = None  # keys of the items whose data set says that they have no image
+    silos: Mapping[str, SiloData] | None = None  # the data that each silo would hold
+    # Keys of evaluated items that duplicate a training item.
     duplicates_of_training_items: tuple[str, ...] | None = None
+    # Keys of evaluated items whose image is a training item's, whatever the captions.
     duplicates_by_image: tuple[str, ...] | None = None
-    alike: tuple[str, ...] | None = None
+    alike: tuple[str, ...] | None = None  # keys of further evaluated items whose image looks like a training item's
+    # Keys of further evaluated items whose image vector is much closer to one training item's than to others.
     crops: tuple[str, ...] | None = None
-    constant: tuple[str, ...] | None = None
+    constant: tuple[str, ...] | None = None  # names of images of nearly one colour
+    # Names of files with several images, such as the pages of a TIFF, of which only the first is read.
     paged: tuple[str, ...] | None = None
+    # Counts of what is probably unintended; zeros and near vectors only if the features are known.
     warnings: DataWarnings | None = None
-    heldout_labels: tuple[str, ...] = ()
-    split: str = ""
+    heldout_labels: tuple[str, ...] = ()  # one line for each held-out split in which labels distinguish no items
+    split: str = ""  # one line on where the split comes from; empty if the items cannot be split
+    # Names of files and items that are not read, by the reason.
     ignored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    example: str = ""
+    example: str = ""  # one item with its captions and labels, in a line
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data, without facts that were not checked."""
@@ -193,10 +152,6 @@ class DataFacts:
 
 def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     """Check a data set on disk.
-
-    Args:
-        data: the scenario's data section.
-        progress: called while images are read.
 
     Raises:
         InputError: the annotations cannot be read.

@@ -47,47 +47,24 @@ _MERGES, _MOST_SECONDS = 3, 15.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step.
-
-    Args:
-        name: name of the silo or the evaluator.
-        seconds: time that it took [s].
-        down: size of the request's payloads [bytes].
-        up: size of the answer's payloads [bytes].
-        memory: growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes].
-    """
+    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step."""
 
     name: str
-    seconds: float
-    down: int
-    up: int
-    memory: int = 0
+    seconds: float  # time that it took [s]
+    down: int  # size of the request's payloads [bytes]
+    up: int  # size of the answer's payloads [bytes]
+    memory: int = 0  # growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes]
 
 
 @dataclass
 class Rehearsal:
-    """What the first rounds took.
+    """What the first rounds took."""
 
-    Args:
-        tasks: the tasks in order; each silo's first one is slower, as libraries start up.
-        evaluations: the evaluations in order.
-        merges: number of merges.
-        seconds: time of the rounds with their evaluations [s].
-    """
-
+    # The tasks in order; each silo's first one is slower, as libraries start up.
     tasks: list[Answer] = field(default_factory=list)
-    evaluations: list[Answer] = field(default_factory=list)
+    evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
     merges: int = 0
-    seconds: float = 0.0
-
-    def of(self, names: Sequence[str]) -> list[Answer]:
-        """The tasks of some silos."""
-        return [each for each in self.tasks if each.name in names]
-
-    @property
-    def evaluation_seconds(self) -> float:
-        """Time of an evaluation: the shortest [s]."""
-        return min((each.seconds for each in self.evaluations), default=0.0)
+    seconds: float = 0.0  # time of the rounds with their evaluations [s]
 
     @property
     def merge_seconds(self) -> float:
@@ -96,18 +73,8 @@ class Rehearsal:
         return max(0.0, self.seconds - others) / max(1, self.merges)
 
 
-def seconds_of(answers: Sequence[Answer]) -> float:
-    """Median time of tasks, without the first third, in which libraries start up [s]."""
-    later = answers[len(answers) // 3 :]
-    return statistics.median(each.seconds for each in later)
-
-
 def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
     """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
-
-    Args:
-        run: the run.
-        population: its data.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
@@ -151,11 +118,7 @@ def size_of(payloads: Sequence[Payload]) -> int:
 
 
 def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Answer | None:
-    """A task of the largest of some silos, from the second of two equal steps; None if the method never selects it.
-
-    Raises:
-        FedmqError: the step failed.
-    """
+    """A task of the largest of some silos, from the second of two equal steps; None if the method never selects it."""
     scenario, name = run.scenario, max(silos, key=lambda silo: len(population.train[silo.index])).name
     before, most = psutil.Process().memory_info().rss, _peak()
     model = population.build_model(scenario, device_of(scenario.device), ("image", "text"))
@@ -259,29 +222,17 @@ def _kinds(population: Population) -> dict[str, list[SiloFacts]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run takes.
+    """What a run takes."""
 
-    Args:
-        startup: time until all silos are ready [s].
-        rounds: time of all rounds and evaluations [s].
-        down: size of all tasks [bytes].
-        up: size of all replies [bytes].
-        memory: memory of all processes [bytes].
-        processes: number of silo processes.
-        tasks: number of tasks.
-        seconds: mean time of a task in its silo [s].
-        rehearsed: number of tasks that were carried out; 0 if a step was measured only.
-    """
-
-    startup: float
-    rounds: float
-    down: float
-    up: float
-    memory: float
-    processes: int
+    startup: float  # time until all silos are ready [s]
+    rounds: float  # time of all rounds and evaluations [s]
+    down: float  # size of all tasks [bytes]
+    up: float  # size of all replies [bytes]
+    memory: float  # memory of all processes [bytes]
+    processes: int  # number of silo processes
     tasks: int
-    seconds: float
-    rehearsed: int
+    seconds: float  # mean time of a task in its silo [s]
+    rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:
@@ -305,15 +256,17 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     for kind, task in alone.items():
         answers = _answers(rehearsal, kinds[kind], task, population)
         out, back = (sum(counts[silo.name] for silo in kinds[kind]) for counts in (sent, merged))
-        training += back * seconds_of(answers)
-        down += out * _mean([each.down for each in answers])
-        up += back * _mean([each.up for each in answers])
+        # Without the first third, in which libraries start up.
+        training += back * statistics.median(each.seconds for each in answers[len(answers) // 3 :])
+        down += out * statistics.mean(each.down for each in answers)
+        up += back * statistics.mean(each.up for each in answers)
         tasks, replies = tasks + out, replies + back
     inline = scenario.launcher == "inline"
     processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or scenario.silos.count
     at_once = 1 if inline else max(1, min(scenario.slots, len(os.sched_getaffinity(0))))
     messages = 0.0 if inline else _MESSAGE_SECONDS * replies + _BYTE_SECONDS * (down + up)
-    evaluations = _evaluations(scenario) * rehearsal.evaluation_seconds
+    evaluated = sum(scenario.evaluation.due(version, scenario.rounds) for version in range(scenario.rounds + 1))
+    evaluations = evaluated * min((each.seconds for each in rehearsal.evaluations), default=0.0)
     return Estimate(
         startup=started + (0.0 if inline else _READY_SECONDS) + processes * _START_SECONDS,
         rounds=(training + messages + evaluations) / at_once + scenario.rounds * rehearsal.merge_seconds,
@@ -330,12 +283,9 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
 def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, population: Population) -> list[Answer]:
     """The tasks of some silos in the rehearsal; without any, one that is estimated from the largest silo's."""
     samples = [len(population.train[silo.index]) for silo in silos]
-    alone = replace(largest, seconds=largest.seconds * _mean(samples) / max(1, *samples))
-    return rehearsal.of([silo.name for silo in silos]) or [alone]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    alone = replace(largest, seconds=largest.seconds * statistics.mean(samples) / max(1, *samples))
+    names = [silo.name for silo in silos]
+    return [each for each in rehearsal.tasks if each.name in names] or [alone]
 
 
 def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
@@ -355,12 +305,6 @@ def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float
     total = sent.total() if plan.mode == "sync" else merged + plan.tasks_out(0)
     each = [dict.fromkeys(plan.eligible, count / len(plan.eligible)) for count in (total, merged)]
     return defaultdict(float, each[0]), defaultdict(float, each[1])
-
-
-def _evaluations(scenario: Scenario) -> int:
-    """Number of evaluations of the shared model."""
-    every, rounds = scenario.evaluation.every, scenario.rounds
-    return len({0, rounds, *(range(0, rounds + 1, every) if every else ())})
 
 
 def _memory(scenario: Scenario, population: Population, processes: int, steps: Sequence[int]) -> float:

@@ -56,9 +56,6 @@ def private_folder(prefix: str = RUN) -> Iterator[Path]:
     A process ended by SIGKILL cannot remove its folder; the next process of fedmq that makes such a folder does, as the
     lock is then free. The path is short, because paths of Unix sockets must be.
 
-    Args:
-        prefix: beginning of its name: :data:`RUN`, :data:`PEER` or :data:`FORKSERVER`.
-
     Raises:
         InputError: no folder for temporary files has a path that is short enough.
     """
@@ -129,9 +126,6 @@ def _socket_folder() -> Path:
     """The folder in which multiprocessing makes its own one, which would stay after a SIGKILL.
 
     It is removed when this process ends.
-
-    Raises:
-        InputError: no folder for temporary files has a path that is short enough.
     """
     stack = contextlib.ExitStack()
     util.Finalize(None, stack.close, exitpriority=_LAST)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import Flag, auto
 from itertools import zip_longest
 
 import psutil
@@ -31,7 +30,7 @@ from fedmq.federation import updates
 from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population, device_of
-from fedmq.federation.preflight import SCENARIO, Check, Outcome, Result, Verdict, refuse, results
+from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, refuse, results
 from fedmq.federation.protocol import FederatedProtocol, Local, Task, Trained
 from fedmq.launch.preparation import check_data
 from fedmq.packages import versions
@@ -55,61 +54,30 @@ from silos.tasks import Silo, SiloArguments
 _DISK_MODELS = 8
 
 
-class Program(Flag):
-    """A program that makes checks before it starts, or instead."""
-
-    SCENARIO = auto()
-    COORDINATOR = auto()
-    SILO = auto()
-    EVALUATOR = auto()
-    PREFLIGHT = auto()
-    CHECK = auto()  # fedmq scenario --check
-
-
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the checks.
+    """Limits of the checks."""
 
-    Args:
-        answer_seconds: time to wait for the coordinator's answer [s].
-        log_bytes: disk space for logs [bytes].
-        spare_memory: free memory that should remain after a training step [bytes].
-    """
-
-    answer_seconds: float = 5.0
-    log_bytes: float = 50e6
-    spare_memory: float = 200e6
+    answer_seconds: float = 5.0  # time to wait for the coordinator's answer [s]
+    log_bytes: float = 50e6  # disk space for logs [bytes]
+    spare_memory: float = 200e6  # free memory that should remain after a training step [bytes]
 
 
 @dataclass
 class Starting:
-    """A program that is about to start, and what the checks have learned.
-
-    Args:
-        run: the run.
-        peer: the arguments of the silo or of the evaluator; None for another program.
-        progress: called with (what, done, total) during long steps.
-        limits: limits of the checks.
-
-    Attributes:
-        keys: its identity and the accepted public keys; None without usable ones.
-        status: the coordinator's status, if it answers.
-        guard: its policy, if it has one that can be read.
-        site: the data of a site with its own data.
-        loaded: the silo with its data; set by the check of the data.
-        reply: payloads of the reply to one training step.
-    """
+    """A program that is about to start, and what the checks have learned."""
 
     run: ResolvedRun
+    # The arguments of the silo or of the evaluator; None for another program.
     peer: SiloArguments | EvaluatorArguments | None = None
     progress: Progress | None = None
     limits: Limits = field(default_factory=Limits)
-    keys: tuple[Identity, Accepted] | None = None
-    status: StatusFile | None = None
-    guard: PolicyGuard | None = None
-    site: SiteData | None = None
-    loaded: Silo = field(init=False)
-    reply: tuple[Payload, ...] = ()
+    keys: tuple[Identity, Accepted] | None = None  # its identity and the accepted public keys; None without usable ones
+    status: StatusFile | None = None  # the coordinator's status, if it answers
+    guard: PolicyGuard | None = None  # its policy, if it has one that can be read
+    site: SiteData | None = None  # the data of a site with its own data
+    loaded: Silo = field(init=False)  # the silo with its data; set by the check of the data
+    reply: tuple[Payload, ...] = ()  # payloads of the reply to one training step
 
     @property
     def silo(self) -> SiloArguments:
@@ -124,30 +92,18 @@ def refuse_start(program: Program, starting: Starting) -> None:
     Raises:
         FedmqError: the first problem.
     """
-    refuse(_of(program), starting)
+    refuse([check for check in CHECKS if program in check.programs], starting)
 
 
 def preflight(program: Program, starting: Starting) -> Iterator[Result]:
     """Make all checks of a program, one after the other; no update is sent, and only the cache is written."""
     torch.set_num_threads(1)
-    yield from results(_of(program), starting)
-
-
-def _of(program: Program) -> list[Check[Starting]]:
-    return [check for programs, check in CHECKS if program in programs]
+    yield from results([check for check in CHECKS if program in check.programs], starting)
 
 
 # --- this machine ---------------------------------------------------------------------------------------------------
-def _written(source: Callable[[Source], object]) -> Callable[[Starting], None]:
-    """A check of the scenario file, of which an error names file and line."""
-
-    def test(starting: Starting) -> None:
-        try:
-            source(starting.run.source)
-        except InputError as error:
-            raise InputError(starting.run.source.place(error.place), error.found, error.allowed) from None
-
-    return test
+def _of_file(check: Check[Source]) -> Check[Starting]:
+    return Check(check.name, check.fix, lambda starting: check.test(starting.run.source))
 
 
 def _name(starting: Starting) -> None:
@@ -325,19 +281,12 @@ def _disk(starting: Starting) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """One training step of a silo on its first batch, which is discarded.
+    """One training step of a silo on its first batch, which is discarded."""
 
-    Args:
-        protocol: the method, which trains for one epoch.
-        local: the silo with its first items.
-        task: the task.
-        steps: number of steps of a whole task.
-    """
-
-    protocol: FederatedProtocol
-    local: Local
+    protocol: FederatedProtocol  # the method, which trains for one epoch
+    local: Local  # the silo with its first items
     task: Task
-    steps: int
+    steps: int  # number of steps of a whole task
 
     @classmethod
     def of(cls, silo: Silo) -> FirstStep:
@@ -420,16 +369,6 @@ def _first_items(dataset: SiloDataset, size: int) -> SiloDataset:
     )
 
 
-def _listed(
-    name: str,
-    fix: str,
-    test: Callable[[Starting], Sequence[Outcome] | None],
-    needs: tuple[str, ...] = (),
-    programs: Program = Program.PREFLIGHT,
-) -> tuple[Program, Check[Starting]]:
-    return programs, Check(name, fix, test, needs)
-
-
 _DATA = ("device", "data")
 _POLICY = "change the policy file, or ask the coordinator's operator for another scenario"
 _COORDINATOR_FIX = "start it, correct --connect, or have it accept this key: docs/howto/keys.md"
@@ -440,24 +379,24 @@ _STEP_FIX = "fedmq data check FILE; a smaller training.batch_size"
 _WITH_A_DEVICE = ~Program.COORDINATOR
 _TRACKED = Program.SCENARIO | Program.CHECK | Program.COORDINATOR
 #: All checks, and the programs that make them. Those of the scenario file were made when a program read the file.
-CHECKS: tuple[tuple[Program, Check[Starting]], ...] = (
-    *((Program.PREFLIGHT, Check(each.name, each.fix, _written(each.test))) for each in SCENARIO),
-    _listed("name", _NAME_FIX, _name, programs=Program.SILO | Program.PREFLIGHT),
-    _listed("trackers", "install the package, or another track", _trackers, programs=_TRACKED),
-    _listed("versions", "", _versions),
-    _listed("keys", "fedmq keys init, or fedmq keys new; docs/howto/keys.md", _keys),
-    _listed("coordinator", _COORDINATOR_FIX, _coordinator),
-    _listed("coordinator's versions", "install the same versions on both machines", _same_versions),
-    _listed("policy", _POLICY, _readable_policy),
-    _listed("device", "another device, or a machine that has it", _device, programs=_WITH_A_DEVICE),
-    _listed("data of the run", "fedmq data check FILE lists all problems", _run_data, programs=Program.CHECK),
-    _listed("data", "fedmq data check FILE lists all problems", _data, ("data on disk", "name", "device")),
-    _listed("fit with other sites", _SITES_FIX, _fit),
-    _listed("data as stated before", _STATED_FIX, _as_stated, _DATA),
-    _listed("remark", "nothing, if it is intended", _remarks, _DATA),
-    _listed("items", "complete them, or leave them out on purpose", _items, _DATA),
-    _listed("disk", "free space, or another --out", _disk, _DATA),
-    _listed("training step", _STEP_FIX, _training_step, _DATA),
-    _listed("policy", _POLICY, _policy, ("training step",)),
-    _listed("memory", "end other programs, or a smaller training.batch_size", _memory, ("training step",)),
+CHECKS: tuple[Check[Starting], ...] = (
+    *map(_of_file, SCENARIO),
+    Check("name", _NAME_FIX, _name, programs=Program.SILO | Program.PREFLIGHT),
+    Check("trackers", "install the package, or another track", _trackers, programs=_TRACKED),
+    Check("versions", "", _versions),
+    Check("keys", "fedmq keys init, or fedmq keys new; docs/howto/keys.md", _keys),
+    Check("coordinator", _COORDINATOR_FIX, _coordinator),
+    Check("coordinator's versions", "install the same versions on both machines", _same_versions),
+    Check("policy", _POLICY, _readable_policy),
+    Check("device", "another device, or a machine that has it", _device, programs=_WITH_A_DEVICE),
+    Check("data of the run", "fedmq data check FILE lists all problems", _run_data, programs=Program.CHECK),
+    Check("data", "fedmq data check FILE lists all problems", _data, ("data on disk", "name", "device")),
+    Check("fit with other sites", _SITES_FIX, _fit),
+    Check("data as stated before", _STATED_FIX, _as_stated, _DATA),
+    Check("remark", "nothing, if it is intended", _remarks, _DATA),
+    Check("items", "complete them, or leave them out on purpose", _items, _DATA),
+    Check("disk", "free space, or another --out", _disk, _DATA),
+    Check("training step", _STEP_FIX, _training_step, _DATA),
+    Check("policy", _POLICY, _policy, ("training step",)),
+    Check("memory", "end other programs, or a smaller training.batch_size", _memory, ("training step",)),
 )

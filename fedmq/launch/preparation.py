@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.program import check
+from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data import extract
@@ -17,11 +17,14 @@ from fedmq.data.extract import ExtractionPlan
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import save_arrays, save_present
 from fedmq.data.splits import SPLITS
+from fedmq.encoders.base import MODALITIES
 from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.population import Population, build_population, check_clusters
 from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.processes import report, set_up_child
 from fedmq.storage.cache import cache_folder
+from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress
 
 
@@ -80,18 +83,7 @@ def population_process(run: ResolvedRun, line: Connection) -> None:
 
 
 def population_here(run: ResolvedRun, progress: Progress | None) -> Path:
-    """Prepare the run's data in this process, otherwise like :func:`prepare_population`.
-
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-
-    Returns:
-        The folder of the prepared data.
-
-    Raises:
-        InputError: the run's programs would refuse the data, or the scenario with these data.
-    """
+    """Prepare the run's data in this process, otherwise like :func:`prepare_population`."""
     before = partial(refuse_before_extraction, run)
     population = build_population(run.scenario, progress, pooled=run.pooled, before=before)
     _can_start(run.scenario, population)
@@ -117,10 +109,7 @@ def planned(scenario: Scenario, progress: Progress | None) -> ExtractionPlan | P
 def check_data(run: ResolvedRun, progress: Progress | None, known: ExtractionPlan | Path | None = None) -> None:
     """Refuse a run whose data do not suffice, without extracting features.
 
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-        known: what :func:`planned` says, if it was asked already.
+    ``known`` is what :func:`planned` says, if it was asked already.
 
     Raises:
         InputError: the run's programs would refuse the data, or the scenario with these data.
@@ -136,7 +125,16 @@ def check_data(run: ResolvedRun, progress: Progress | None, known: ExtractionPla
 
 
 def _can_start(scenario: Scenario, population: Population) -> None:
-    check(_on_cpu(scenario), population)
+    """Check that a run can start, by constructing what its programs construct.
+
+    Raises:
+        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
+            one of the user's own metrics cannot be loaded.
+    """
+    scenario = _on_cpu(scenario)
+    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
+    population.build_model(scenario, "cpu", MODALITIES)
+    measures_of(scenario.evaluation)
 
 
 def _on_cpu(scenario: Scenario) -> Scenario:
@@ -147,13 +145,8 @@ def _on_cpu(scenario: Scenario) -> Scenario:
 def refuse_before_extraction(run: ResolvedRun, made: ExtractionPlan) -> None:
     """Refuse a scenario that cannot run on a data set, as far as that can be seen without its features.
 
-    Args:
-        run: the run.
-        made: what would be extracted.
-
     Raises:
-        InputError: a run would refuse the scenario with these data, or there are fewer training texts than
-            ``partition.clusters``.
+        InputError: a run would refuse it, or there are fewer training texts than ``partition.clusters``.
     """
     scenario = run.scenario
     if scenario.partition.kind == "dir_clusters":

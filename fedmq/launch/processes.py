@@ -33,7 +33,7 @@ from fedmq.config.site import Site
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.launch.forkserver import CONTEXT
-from fedmq.launch.remote_peer import Cluster, RemoteProcess
+from fedmq.launch.remote_peer import Cluster, PeerArguments, RemoteProcess
 from fedmq.profiling import child
 from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
@@ -53,15 +53,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine grants the processes of a run.
+    """What this machine grants the processes of a run."""
 
-    Args:
-        memory: available memory [bytes].
-        descriptors: maximum number of open files of a process.
-    """
-
-    memory: float
-    descriptors: float
+    memory: float  # available memory [bytes]
+    descriptors: float  # maximum number of open files of a process
 
 
 def limits_here() -> Limits:
@@ -83,14 +78,10 @@ def allow_descriptors() -> None:
 
 @dataclass(frozen=True)
 class Hosting:
-    """Assignment of silos to processes.
+    """Assignment of silos to processes."""
 
-    Args:
-        hosts: the silos of each host; empty if each silo is a separate process.
-        reason: why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
-    """
-
-    hosts: tuple[tuple[str, ...], ...] = ()
+    hosts: tuple[tuple[str, ...], ...] = ()  # the silos of each host; empty if each silo is a separate process
+    # Why they share processes, as a line for the user; empty if the scenario asks for it, or they do not.
     reason: str = ""
 
     @property
@@ -101,10 +92,6 @@ class Hosting:
 
 def plan_hosting(scenario: Scenario, limits: Limits) -> Hosting:
     """Decide which silos of a run share a process on this machine.
-
-    Args:
-        scenario: the run's scenario.
-        limits: the limits of this machine.
 
     Raises:
         InputError: so few files may be open that the run cannot start.
@@ -145,11 +132,8 @@ def set_up_child(*, terminable: bool = True) -> None:
 
     The kernel's parent is the forkserver, which lives as long as any process holds the write end of its pipe, which
     every child inherits. So a thread waits for the end of the actual parent, and the write end is closed. Then the
-    forkserver ends as well, and the kernel kills its children, even a paused one.
-
-    Args:
-        terminable: SIGTERM ends this process. False for the coordinator, which the parent stops by a message, so that
-            it can finish writing.
+    forkserver ends as well, and the kernel kills its children, even a paused one. The coordinator ignores SIGTERM: the
+    parent stops it by a message, so that it can finish writing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if terminable else signal.SIG_IGN)
@@ -186,11 +170,6 @@ def ignore_sigterm() -> None:
     From then on, the coordinator stops this process by a message.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _print_error(error: FedmqError) -> int:
-    print_line(f"fedmq: {error}", error=True)
-    return 2 if isinstance(error, InputError) else 1
 
 
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
@@ -235,31 +214,20 @@ class _Parent:
             os._exit(_ORPHANED)
 
 
-def silo_process(arguments: SiloArguments) -> None:
-    """Run a silo."""
+def peer_process(arguments: PeerArguments) -> None:
+    """Run a silo, a host of several silos, or the evaluator."""
     set_up_child()
     try:
-        run_silo(arguments, joined=ignore_sigterm)
+        match arguments:
+            case SiloArguments():
+                run_silo(arguments, joined=ignore_sigterm)
+            case HostArguments():
+                run_host(arguments, joined=ignore_sigterm)
+            case EvaluatorArguments():
+                run_evaluator(arguments, measured=ignore_sigterm)
     except FedmqError as error:
-        sys.exit(_print_error(error))
-
-
-def host_process(arguments: HostArguments) -> None:
-    """Run a host of several silos."""
-    set_up_child()
-    try:
-        run_host(arguments, joined=ignore_sigterm)
-    except FedmqError as error:
-        sys.exit(_print_error(error))
-
-
-def evaluator_process(arguments: EvaluatorArguments) -> None:
-    """Run the evaluator."""
-    set_up_child()
-    try:
-        run_evaluator(arguments, measured=ignore_sigterm)
-    except FedmqError as error:
-        sys.exit(_print_error(error))
+        print_line(f"fedmq: {error}", error=True)
+        sys.exit(2 if isinstance(error, InputError) else 1)
 
 
 #: Maximum number of restarts of a process; if it dies once more, the run fails.
@@ -280,33 +248,18 @@ def _host_name(index: int) -> str:
 
 @dataclass
 class ProcessGroup:
-    """The processes of one run.
-
-    Args:
-        run: the run.
-        folder: the run folder.
-        keys: private folder with the keys created for this run.
-        resume: resume from the last checkpoint.
-        data: folder of the prepared data; None lets every process find it.
-        hosting: which silos share a process.
-        logs: settings of the log for operators; None for no log.
-        cluster: starts the silos and the evaluator on other machines; None starts them here.
-        sites: the sites by name, if they have data of their own.
-
-    Attributes:
-        stopped: hosted silos that a fault of the scenario keeps away.
-    """
+    """The processes of one run."""
 
     run: ResolvedRun
     folder: RunFolder
-    keys: Path
-    resume: bool
-    data: Path | None
+    keys: Path  # private folder with the keys created for this run
+    resume: bool  # resume from the last checkpoint
+    data: Path | None  # folder of the prepared data; None lets every process find it
     hosting: Hosting
-    logs: LogOptions | None = None
-    cluster: Cluster | None = None
-    sites: Mapping[str, Site] = field(default_factory=dict)
-    stopped: set[str] = field(default_factory=set)
+    logs: LogOptions | None = None  # settings of the log for operators; None for no log
+    cluster: Cluster | None = None  # starts the silos and the evaluator on other machines; None starts them here
+    sites: Mapping[str, Site] = field(default_factory=dict)  # the sites by name, if they have data of their own
+    stopped: set[str] = field(default_factory=set)  # hosted silos that a fault of the scenario keeps away
     processes: dict[str, ForkServerProcess | RemoteProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, float] = field(default_factory=dict)
@@ -343,23 +296,20 @@ class ProcessGroup:
 
     def start_peer(self, name: str) -> None:
         """Start or restart a silo, a host or the evaluator."""
-        root = self.folder.root
+        root, site = self.folder.root, self.sites.get(name)
         if name == EVALUATOR:
-            site = self.sites.get(name)
             evaluator = EvaluatorArguments(self.run, self.uri, self.keys, root, None, self.data, site, self.logs)
-            self._start(name, evaluator_process, evaluator)
-        elif self.hosting.hosts:
-            index = int(name.removeprefix(_HOST))
-            names = tuple(silo for silo in self.hosting.hosts[index] if silo not in self.stopped)
-            if names:
-                first = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, logs=self.logs)
-                first = replace(first, simulated=self.cluster is None)
-                self._start(name, host_process, HostArguments(names, first, self.hosting.most, index))
-        else:
-            site = self.sites.get(name)
-            silo = SiloArguments(self.run, name, self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
-            silo = replace(silo, simulated=self.cluster is None)
-            self._start(name, silo_process, silo)
+            self._start(name, peer_process, evaluator)
+            return
+        index = int(name.removeprefix(_HOST)) if self.hosting.hosts else 0
+        hosted = self.hosting.hosts[index] if self.hosting.hosts else (name,)
+        names = tuple(silo for silo in hosted if silo not in self.stopped)
+        if not names:
+            return
+        silo = SiloArguments(self.run, names[0], self.uri, self.keys, root, data=self.data, site=site, logs=self.logs)
+        silo = replace(silo, simulated=self.cluster is None)
+        host = HostArguments(names, silo, self.hosting.most, index)
+        self._start(name, peer_process, host if self.hosting.hosts else silo)
 
     def _process_of(self, name: str) -> str:
         """The process of a silo: its host, or itself."""

@@ -43,15 +43,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def run_there(task: bytes, files: bytes) -> bytes:
-    """Run a silo, a host or the evaluator on a machine of the cluster; see :func:`fedmq.launch.remote_peer.run_peer`.
-
-    Args:
-        task: its task.
-        files: its keys, and what it wrote into the run folder before.
-
-    Raises:
-        InputError: the files are not allowed.
-    """
+    """Run a task on a machine of the cluster, with its keys and what it wrote into the run folder before."""
     private, others = split_keys(decode(PeerFiles, files, "files of this process").files)
     with private_folder(PEER) as place:
         write_private(place, others)
@@ -82,19 +74,12 @@ class RayProcess(RemoteProcess):
 
 @dataclass(frozen=True)
 class RayCluster(Cluster):
-    """A Ray cluster.
-
-    Args:
-        ray: the package.
-        bind: URI at which the coordinator listens.
-        folder: the run folder.
-        options: Ray's options for each process: cores, GPUs, memory, environment.
-    """
+    """A Ray cluster."""
 
     ray: Any
-    bind: str
+    bind: str  # URI at which the coordinator listens
     folder: RunFolder
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # Ray's options for each process: cores, GPUs, memory, environment
 
     @classmethod
     @contextlib.contextmanager
@@ -159,11 +144,7 @@ def _options(scenario: Scenario) -> dict[str, object]:
 
 
 def _check_room(scenario: Scenario, resources: Mapping[str, float]) -> None:
-    """Refuse a cluster on which the processes could never run at the same time.
-
-    Raises:
-        InputError: its cores, GPUs or memory do not suffice for all processes.
-    """
+    """Refuse a cluster on which the processes could never run at the same time."""
     needs, count = scenario.silos.needs, scenario.silos.hosts or scenario.silos.count
     wanted = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": (needs.memory_gb or 0.0) * 1e9}
     keys = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_gb"}

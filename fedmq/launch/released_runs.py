@@ -162,13 +162,7 @@ class _Watched(Mapping[str, torch.Tensor]):
 
 
 def personal_model_of(release: Release, population: Population, message: Message, folder: RunFolder) -> PersonalModel:
-    """A silo's personal model, as the silo evaluated it at the end of the run.
-
-    Args:
-        release: the run.
-        population: population of its scenario.
-        message: the coordinator's last evaluate message to the silo.
-        folder: the silo's folder, which has its personal state.
+    """A silo's personal model, as the silo, whose personal state is in ``folder``, evaluated it at the end of the run.
 
     Raises:
         InputError: the model needs a personal state that is missing or damaged.

@@ -122,13 +122,7 @@ class PeerTask(_Record):
 
     @classmethod
     def of(cls, arguments: PeerArguments, *, gpu: bool) -> PeerTask:
-        """The task of a process.
-
-        Args:
-            arguments: arguments as for a process of the coordinator's machine.
-            gpu: whether the engine gives it a GPU. The process can then use only the GPU that the engine assigned to
-                it.
-        """
+        """The task of a process; with ``gpu`` it can use only the GPU that the engine assigns to it."""
         first = _first(arguments)
         # Sites with their own data launch their silos themselves.
         assert first.site is None  # noqa: S101
@@ -153,12 +147,7 @@ class PeerTask(_Record):
         )
 
     def arguments(self, keys: Path, out: Path) -> PeerArguments:
-        """The arguments on the machine that the process was placed on.
-
-        Args:
-            keys: folder of the keys.
-            out: the run folder there, or a folder in its place.
-        """
+        """The arguments on the machine where the process was placed; ``out`` is the run folder, or one in its place."""
         source = Source(self.file, self.scenario)
         run = ResolvedRun(source, self.scenario, self.run, self.pooled, self.personal_only)
         data = self.data if self.data is not None and self.data.is_dir() else None
@@ -278,13 +267,7 @@ def written_files(out: Path, names: Sequence[str]) -> tuple[PeerFile, ...]:
 
 
 def store_files(out: Path, names: Sequence[str], files: Sequence[PeerFile], place: str) -> None:
-    """Store what silos, or the evaluator, wrote elsewhere in the run folder; nothing if one of the files is refused.
-
-    Args:
-        out: the run folder.
-        names: names of the silos, or the evaluator's.
-        files: what their machine returned.
-        place: its name or origin, for the error message.
+    """Store what a machine returned of these silos, or of the evaluator; nothing if one of the files is refused.
 
     Raises:
         InputError: a path is not one that they may write, or leads out of the run folder through a link.
@@ -314,18 +297,12 @@ _JOIN_SECONDS = 10.0
 
 
 class RemoteProcess(ABC):
-    """A process on a machine of a cluster; its methods are those of :class:`multiprocessing.Process`.
-
-    Args:
-        name: the name with which it was started.
-        silos: the names under which it writes: those of its silos, or the evaluator's.
-        folder: the run folder, into which its files are fetched.
-    """
+    """A process on a machine of a cluster; its methods are those of :class:`multiprocessing.Process`."""
 
     def __init__(self, name: str, silos: Sequence[str], folder: RunFolder) -> None:
         self.name = name
-        self.silos = silos
-        self.folder = folder
+        self.silos = silos  # the names under which it writes: those of its silos, or the evaluator's
+        self.folder = folder  # the run folder, into which its files are fetched
         self._code: int | None = None
 
     @abstractmethod
@@ -361,13 +338,7 @@ class RemoteProcess(ABC):
         print_line(f"{self.name}: {printable(text)}", error=True)
 
     def collect(self, result: Callable[[], object]) -> int:
-        """Check the result of a process that has ended, store its files and print its error.
-
-        Args:
-            result: fetches an encoded :class:`fedmq.launch.remote_peer.Ended`; raises InputError if it is unreadable.
-
-        Returns:
-            The exit code; that of a failure if the result is not allowed.
+        """Check the :class:`Ended` of a process, store its files and print its error; returns the exit code.
 
         Raises:
             DiskError: a file cannot be stored.
@@ -388,13 +359,9 @@ class RemoteProcess(ABC):
 
 
 class Cluster(ABC):
-    """Machines on which an existing engine places processes.
+    """Machines on which an existing engine places processes."""
 
-    Attributes:
-        bind: the address at which the coordinator listens, so that these machines reach it.
-    """
-
-    bind: str
+    bind: str  # the address at which the coordinator listens, so that these machines reach it
 
     @abstractmethod
     def start(self, name: str, arguments: PeerArguments) -> RemoteProcess:
@@ -402,14 +369,10 @@ class Cluster(ABC):
 
 
 def run_peer(task: bytes, place: Path, private: Mapping[str, bytes]) -> Ended:
-    """Run a silo, a host or the evaluator on the machine that it was placed on.
+    """Run a :class:`PeerTask` on the machine that it was placed on.
 
-    It writes into the run folder if this machine has it, otherwise into its own folder.
-
-    Args:
-        task: a :class:`fedmq.launch.remote_peer.PeerTask`.
-        place: the process's own folder, with the public keys that it needs in ``keys/``.
-        private: its private keys by name, as PEM. They are only in memory, so a process that is killed leaves none.
+    It writes into the run folder if this machine has it, otherwise below ``place``, its own folder, which has the
+    public keys in ``keys/``. Its private keys are only in memory, so a process that is killed leaves none.
     """
     try:
         given = decode(PeerTask, task, "task of this process")

@@ -80,13 +80,10 @@ _ALIVE = frozenset(
 
 
 def run_job(folder: str) -> NoReturn:
-    """Run a silo, a host or the evaluator as a job; see :func:`fedmq.launch.remote_peer.run_peer`.
+    """Run a silo, a host or the evaluator as a job, whose folder is given.
 
     submitit would ignore SIGTERM, with which Slurm cancels a job, and requeue it on SIGUSR2; here the command restarts
     jobs that end early. The process exits in this function, so that submitit does not write its own result.
-
-    Args:
-        folder: the job's folder.
     """
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -114,15 +111,10 @@ class Jobs(ABC):
 
 @dataclass
 class SlurmJobs(Jobs):
-    """Jobs of Slurm. Asks ``squeue``, which needs no accounting database, unlike submitit's ``sacct``.
+    """Jobs of Slurm. Asks ``squeue``, which needs no accounting database, unlike submitit's ``sacct``."""
 
-    Attributes:
-        states: Slurm's state of each job of the run, by its number.
-        reasons: the reasons for waiting that were already printed.
-    """
-
-    states: dict[str, str] = field(default_factory=dict)
-    reasons: set[str] = field(default_factory=set)
+    states: dict[str, str] = field(default_factory=dict)  # Slurm's state of each job of the run, by its number
+    reasons: set[str] = field(default_factory=set)  # the reasons for waiting that were already printed
     asked: float = -math.inf
 
     @override
@@ -174,15 +166,9 @@ class LocalJobs(Jobs):
 
 
 class SlurmProcess(RemoteProcess):
-    """A silo, a host or the evaluator as a job.
+    """A silo, a host or the evaluator as a job in its own folder, which is removed at its end.
 
-    Args:
-        jobs: what runs the job.
-        job: submitit's; its result is never asked for, as it would be unpickled.
-        place: folder of the job, removed at its end.
-        name: the name that the process was started with.
-        silos: the names under which it writes.
-        folder: the run folder.
+    submitit's result of the job is never asked for, as it would be unpickled.
     """
 
     def __init__(self, jobs: Jobs, job: Any, place: Path, name: str, silos: Sequence[str], folder: RunFolder) -> None:
@@ -231,23 +217,14 @@ class SlurmProcess(RemoteProcess):
 
 @dataclass(frozen=True)
 class SlurmCluster(Cluster):
-    """The cluster of Slurm that this machine belongs to; see :class:`fedmq.launch.remote_peer.Cluster`.
-
-    Args:
-        submitit: the package.
-        executor: submits the jobs.
-        jobs: what runs them.
-        bind: URI at which the coordinator listens.
-        folder: the run folder.
-        gpus: number of GPUs of each process.
-    """
+    """The cluster of Slurm that this machine belongs to; see :class:`fedmq.launch.remote_peer.Cluster`."""
 
     submitit: Any
     executor: Any
     jobs: Jobs
-    bind: str
+    bind: str  # URI at which the coordinator listens
     folder: RunFolder
-    gpus: int
+    gpus: int  # number of GPUs of each process
 
     @classmethod
     @contextlib.contextmanager
@@ -363,11 +340,7 @@ def _reason(text: str) -> str:
 
 
 def _check_slurm(options: Mapping[str, Any]) -> None:
-    """Refuse to start without Slurm, or with needs that none of its machines can ever meet.
-
-    Raises:
-        InputError: see above.
-    """
+    """Refuse to start without Slurm, or with needs that none of its machines can ever meet."""
     try:
         _answer("squeue", "--me", "--noheader")
     except OSError as error:
@@ -408,9 +381,6 @@ def _address() -> str:
     """The address at which the cluster's machines reach this one, as the host of a URI.
 
     It is the address from which this machine reaches Slurm's controller, or else the address of its host name.
-
-    Raises:
-        InputError: there is only the loopback address, and the cluster has other machines.
     """
     found = re.search(
         r"^SlurmctldHost(?:\[0\])?\s*=\s*([^\s(]+)(?:\((.*)\))?", _answer("scontrol", "show", "config"), re.M

@@ -69,28 +69,17 @@ def _signals(folder: RunFolder) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Result of a simulated run.
-
-    Args:
-        outcome: the coordinator's result.
-        seconds: time from the call to the end [s].
-        ready_seconds: time from the call until all silos had joined [s]; None if they did not.
-        peak_pss_mb: peak memory of all processes together [MiB].
-    """
+    """Result of a simulated run."""
 
     outcome: CoordinatorResult
-    seconds: float
-    ready_seconds: float | None
-    peak_pss_mb: float
+    seconds: float  # time from the call to the end [s]
+    ready_seconds: float | None  # time from the call until all silos had joined [s]; None if they did not
+    peak_pss_mb: float  # peak memory of all processes together [MiB]
 
 
 @contextlib.contextmanager
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
-    """The cluster that the scenario's launcher selects; None for this machine.
-
-    Raises:
-        InputError: there is no such cluster, or it cannot carry out the scenario.
-    """
+    """The cluster that the scenario's launcher selects; None for this machine."""
     if scenario.launcher in ("ray", "slurm"):
         refuse_freeze(scenario)
     match scenario.launcher:

@@ -130,26 +130,14 @@ def resume(
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name.
-
-    Raises:
-        InputError: as said.
-    """
+    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name."""
     for name, value in keys.items():
         if callable(value) and not isinstance(value, type) and inspect.isroutine(value):
             raise InputError(name, "a function", "on_merge or on_evaluation, or a scenario key and its value")
 
 
 def settings_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Scenario keys as settings in the form of ``--set``; mappings give one setting for each of their keys.
-
-    Args:
-        keys: values by key; keys may be paths such as ``partition.alpha``.
-        prefix: path of the section that holds the keys.
-
-    Raises:
-        InputError: a class or object is not defined in a Python file.
-    """
+    """Scenario keys as settings in the form of ``--set``; mappings give one setting for each of their keys."""
     settings: list[str] = []
     for key, value in keys.items():
         path = f"{prefix}{key}"
@@ -276,13 +264,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(path: Path, old: int, process: subprocess.Popen[bytes]) -> Iterator[MetricsLine]:
-    """Lines of ``metrics.jsonl`` as they are written, until the program has ended and all were read.
-
-    Args:
-        path: the file.
-        old: its size [bytes] when the program started; a resumed run first cuts off the lines after its checkpoint.
-        process: the program.
-    """
+    """Lines of ``metrics.jsonl`` as they are written, until the program has ended and all were read."""
     position, rest = old, b""
     while True:
         ended = process.poll() is not None
@@ -351,15 +333,7 @@ def in_notebook() -> bool:
 
 
 def notebook_bar(name: str, rounds: int) -> Callable[[MetricsLine], None]:
-    """Show a progress bar below the cell.
-
-    Args:
-        name: name of the scenario.
-        rounds: number of rounds.
-
-    Returns:
-        A function that updates the bar with a line of ``metrics.jsonl``.
-    """
+    """Show a progress bar below the cell."""
     from IPython.display import HTML, display  # noqa: PLC0415 - there only in a notebook
 
     done, text = 0, "starting the silos"

@@ -119,12 +119,7 @@ class _Options:
 
 
 def _audit(run: Path, options: _Options) -> int:
-    """Audit a run, print the result, and return the exit code.
-
-    Raises:
-        InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
-            computed or the model cannot be probed.
-    """
+    """Audit a run, print the result, and return the exit code."""
     from fedmq.storage.run_folder import RunFolder, require_folder  # noqa: PLC0415 - --help does without
 
     require_folder(run)
@@ -255,15 +250,7 @@ _SHOWN = 8
 def print_audit(
     audit: Audit, sentences: Verdict, console: Console, *, verbose: bool = False, silo: str | None = None
 ) -> None:
-    """Print the result of an audit: the verdict, what differs, what left, what holds and what does not.
-
-    Args:
-        audit: the audit.
-        sentences: its verdict.
-        console: where to print.
-        verbose: print every finding, event and process.
-        silo: print what this process sent in each round, and what happened to it.
-    """
+    """Print the result of an audit: the verdict, what differs, what left, what holds and what does not."""
     from fedmq.audit.report import outcome  # noqa: PLC0415 - --help does without
 
     style = "yellow" if audit.incomplete else "red" if audit.findings else "green"

@@ -218,11 +218,7 @@ def sweep_command(file: File, **given: Any) -> None:
 
 
 def _merged_options(options: Options) -> Options:
-    """Options of the command line over those of its comparison file; ``--select val`` turns varied keys into choices.
-
-    Raises:
-        InputError: the file is invalid, belongs to the other command or is not alone, or a sweep has nothing to vary.
-    """
+    """Options of the command line over those of its comparison file; ``--select val`` turns varied keys into choices."""
     from fedmq.experiments import files  # noqa: PLC0415 - brings torch, which --help does without
 
     read = {path: file for path in options.files if (file := files.read_comparison(path)) is not None}
@@ -277,11 +273,7 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPlan:
-    """The plan of a comparison.
-
-    Raises:
-        InputError: an option or its value is not allowed.
-    """
+    """The plan of a comparison."""
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -369,14 +361,7 @@ def carry_out(options: Options) -> None:
 
 
 def workplace(runs: Path, jobs: int | None, *, processes: bool, quiet: bool) -> Workplace:
-    """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine.
-
-    Args:
-        runs: folder of the runs.
-        jobs: number of parallel runs; None for the number of cores, or half of it if a run has several processes.
-        processes: keep the scenarios' launcher.
-        quiet: show no progress.
-    """
+    """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine."""
     from fedmq.experiments import runner  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
 

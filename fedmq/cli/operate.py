@@ -112,11 +112,7 @@ def status_command(
 
 
 def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
-    """Read the status of a run folder.
-
-    Raises:
-        InputError: there is no such run, or none is named.
-    """
+    """Read the status of a run folder."""
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
 
     if run is None:
@@ -135,11 +131,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
 
 
 def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], StatusFile]:
-    """Query a coordinator for the status of its run.
-
-    Raises:
-        InputError: the address or a key is not usable.
-    """
+    """Query a coordinator for the status of its run."""
     from fedmq.wire.inquiry import ask_status  # noqa: PLC0415
     from fedmq.wire.keys import load_accepted, load_identity, private_names  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
@@ -346,11 +338,7 @@ def replay_command(
 
 
 def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:
-    """The sites of a run whose sites have their own data; None for a simulated partition.
-
-    Raises:
-        InputError: their data are not on this machine, or site files are given for a run that has all data.
-    """
+    """The sites of a run whose sites have their own data; None for a simulated partition."""
     if run.scenario.data is not None:
         if files:
             raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
@@ -363,15 +351,7 @@ def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: boo
 def _repeat(
     run: ResolvedRun, name: str, resumed: int, sites: Mapping[str, Site] | None, *, quiet: bool
 ) -> Record | None:
-    """Repeat a run in a temporary folder; None if it was stopped before its end.
-
-    Args:
-        run: the run.
-        name: name of the run's folder.
-        resumed: how often the run was resumed.
-        sites: the sites by name, if they have their own data.
-        quiet: show no progress.
-    """
+    """Repeat a run in a temporary folder; None if it was stopped before its end."""
     from fedmq.audit import replay  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.launch import preparation, supervisor  # noqa: PLC0415

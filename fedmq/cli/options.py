@@ -184,15 +184,7 @@ class Whereabouts:
 def silo_arguments(
     run: ResolvedRun, site_file: Path | None, policy: Path | None, given: ProcessOptions, logs: LogOptions | None = None
 ) -> SiloArguments:
-    """What a silo is started with, by its command or by the checks before it.
-
-    Args:
-        run: the run.
-        site_file: the site file; None without one.
-        policy: policy file; None for that of the site file.
-        given: options of the command line.
-        logs: the log for operators.
-    """
+    """What a silo is started with, by its command or by the checks before it."""
     here = Whereabouts.of(run, site_file, given)
     from silos.tasks import SiloArguments  # noqa: PLC0415 - imports torch
 
@@ -202,11 +194,7 @@ def silo_arguments(
 
 
 def check_fit(run: ResolvedRun, site: Site) -> None:
-    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs.
-
-    Raises:
-        InputError: names the key of the site file.
-    """
+    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs."""
     from fedmq.data import catalogue  # noqa: PLC0415 - --help does without
 
     if run.scenario.data is None:

@@ -165,14 +165,7 @@ def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, c
 
 @span("data")
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print warnings on them, and return their folder.
-
-    Args:
-        run: the run.
-        created: run folder to remove if the data are refused.
-        inline: prepare them in this process.
-        quiet: show no progress.
-    """
+    """Prepare a run's data, print warnings on them, and return their folder."""
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
 
@@ -202,11 +195,7 @@ def _removed_if_refused(root: Path | None) -> Iterator[None]:
 
 
 def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:
-    """The scenario of a new run, or of the run to resume.
-
-    Raises:
-        InputError: there is none, or options contradict each other.
-    """
+    """The scenario of a new run, or of the run to resume."""
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     if resume is None:
@@ -221,11 +210,7 @@ def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir
 
 
 def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: bool = False) -> RunFolder:
-    """The folder of the run to resume.
-
-    Raises:
-        InputError: it has another scenario, or is finished and --extend is not given.
-    """
+    """The folder of the run to resume."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
@@ -244,11 +229,7 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
 
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
-    """The folder of a new run.
-
-    Raises:
-        InputError: it is not empty.
-    """
+    """The folder of a new run."""
     from fedmq.storage.run_folder import RunFolder, make_folder  # noqa: PLC0415
 
     if out_dir is None:
@@ -275,11 +256,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> None:
-    """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
-
-    Raises:
-        InputError: another run has claimed it while this one prepared its data.
-    """
+    """Write the scenario of a new or an extended run into its folder; a new run claims the folder."""
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
@@ -384,11 +361,7 @@ def _on_full_disk(folder: RunFolder, resume: str) -> Iterator[None]:
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
-    """The folder of a new run, in which silos and the evaluator may already have started their logs.
-
-    Raises:
-        InputError: it is of another run, or has checkpoints already.
-    """
+    """The folder of a new run, in which silos and the evaluator may already have started their logs."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder  # noqa: PLC0415
 

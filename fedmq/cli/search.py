@@ -70,11 +70,7 @@ AtSite = Annotated[
 def _released(
     folder: Path, device: str | None, silo: str | None, site: Path | None, show: Show
 ) -> Release | ModelFolder:
-    """A run, or the folder of a model without its run.
-
-    Raises:
-        InputError: it is neither, or a model without its run has no personal models.
-    """
+    """A run, or the folder of a model without its run."""
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
@@ -100,11 +96,7 @@ def _adopt_site(file: Path) -> str | None:
 
 
 def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) -> list[Runs]:
-    """The runs of a plot, named after the silo if a personal model is used.
-
-    Raises:
-        InputError: several runs with a site file, whose state is that of one run; or they are not found.
-    """
+    """The runs of a plot, named after the silo if a personal model is used."""
     from fedmq.storage.run_folder import require_folder  # noqa: PLC0415
 
     if site is not None and len(runs) > 1:

@@ -111,18 +111,7 @@ def _asked(ask: Callable[[], StatusFile]) -> tuple[StatusFile | None, str]:
 
 
 def accepted_run(run_id: str, text: str, out: Path, accept: Collection[str], logger: Logger) -> ResolvedRun | None:
-    """A run that a coordinator offers, if its scenario is accepted here; accepted ones are kept in ``scenarios/``.
-
-    Args:
-        run_id: the id of the run.
-        text: its scenario as YAML.
-        out: the site's folder.
-        accept: SHA-256 (hex) of accepted scenarios, or :data:`BY_POLICY`.
-        logger: the log for operators.
-
-    Raises:
-        InputError: the scenario is invalid here, or not that of the run.
-    """
+    """A run that a coordinator offers, if its scenario is accepted here; accepted ones are kept in ``scenarios/``."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     kept, offered = (out / "scenarios" / f"{digest}{end}" for end in (".yaml", "-offered.yaml"))
     known = kept.is_file()

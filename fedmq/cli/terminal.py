@@ -129,14 +129,7 @@ def _line(status: Status, eta: str) -> str:
 
 
 def status_table(status: Status, eta: str, title: str, custom: Sequence[Metric] = ()) -> Table:
-    """Status of a run, for a live display.
-
-    Args:
-        status: status as reported by the coordinator.
-        eta: time until the end, formatted.
-        title: title of the run.
-        custom: user-defined metrics.
-    """
+    """Status of a run, for a live display."""
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify, table.title_style = f"[bold]{escape(title)}[/bold]", "left", ""
     loss = "-" if status.loss is None else f"{status.loss:.4f}"

@@ -361,15 +361,7 @@ def _late_faults(scenario: Scenario) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------------- paths
 def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
-    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link.
-
-    Args:
-        scenario: scenario as read; relative paths start at the working directory.
-        weights: also make paths of existing backbone files and folders absolute.
-
-    Raises:
-        InputError: a path is invalid.
-    """
+    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link."""
     data, trace = scenario.data, scenario.participation.trace
     places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
     parts: dict[str, dict[str, object]] = {

@@ -175,13 +175,7 @@ def _line_at(path: Path, location: Location) -> int | None:
 
 
 def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> str:
-    """File, line and key of a location; the setting instead of the line if the key was overridden.
-
-    Args:
-        path: the file.
-        location: of the value.
-        settings: keys given with ``--set``.
-    """
+    """File, line and key of a location; the setting instead of the line if the key was overridden."""
     key = ".".join(map(str, location))
     setting = max((name for name in settings if f"{key}.".startswith(f"{name}.")), key=len, default=None)
     if setting is not None:

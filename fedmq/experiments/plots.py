@@ -136,12 +136,6 @@ def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
     """Interpolate several curves linearly at common places, from where all of them have begun.
 
     A run that has ended keeps its last value, so that the mean ends at the value of the tables.
-
-    Args:
-        curves: (x, y), each float64 [n] with its own n; x increasing.
-
-    Returns:
-        x [m] and the values [curves, m].
     """
     first = max(x[0] for x, _ in curves)
     grid = np.unique(np.concatenate([x[first <= x] for x, _ in curves]))

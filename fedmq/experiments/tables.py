@@ -141,14 +141,7 @@ def _chosen(row: Row | None) -> list[Cell]:
 
 
 def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
-    """Explanations for the reader of a table.
-
-    Args:
-        rows: rows of the table.
-        plan: plan of the comparison.
-        selected: whether settings were selected among candidates.
-        compared: whether there are differences to a baseline.
-    """
+    """Explanations for the reader of a table."""
     several = len(plan.seeds) > 1
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []

@@ -181,11 +181,7 @@ def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
 
 
 def _claim(plan: TunePlan, folder: Path, place: Workplace) -> None:
-    """Write what identifies the search into its folder, or refuse the folder of another search.
-
-    Raises:
-        InputError: the folder belongs to another search.
-    """
+    """Write what identifies the search into its folder, or refuse the folder of another search."""
     names = [_runs_of(plan, method, as_settings(method.first), place)[0].name for method in plan.methods]
     path, facts = folder / "search.json", json.loads(json.dumps({**plan.facts, "first_runs": names}))
     if not os.path.lexists(path):
@@ -211,11 +207,7 @@ def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], pla
 
 
 def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
-    """Optuna's studies by method, those in the journal or new ones.
-
-    Raises:
-        InputError: Optuna cannot read the journal, or a trial in it is none of this search.
-    """
+    """Optuna's studies by method, those in the journal or new ones."""
     if os.path.lexists(journal):
         check_regular(journal, _ALLOWED, _MOST_BYTES)
     cut_unfinished(journal)

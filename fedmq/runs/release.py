@@ -269,11 +269,7 @@ def _signed(signer: str, files: Mapping[str, str]) -> bytes:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 (hex) of each file of a folder, by its path in it.
-
-    Raises:
-        InputError: it is not a folder, has too many files, or a link, pipe or device in it.
-    """
+    """SHA-256 (hex) of each file of a folder, by its path in it."""
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", "the folder of a released model")
     digests: dict[str, str] = {}

@@ -51,18 +51,11 @@ class Gallery:
 
         The variance of a proportion p of n queries is p (1 - p) / n; n is twice the queries of the direction that has
         fewer, because captions of one image are not independent.
-
-        Args:
-            recall: the mean R@1.
         """
         return max(self.step, math.sqrt(max(0.0, recall * (1 - recall)) * self.step))
 
     def certain(self, name: str) -> bool:
-        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
-
-        Args:
-            name: name of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
-        """
+        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model."""
         match = _RECALL.fullmatch(name.rpartition(".")[2])
         if match is None:
             return False

@@ -175,14 +175,7 @@ def bands(
     modalities: Mapping[str, Sequence[str]],
     highlighted: str | None = None,
 ) -> None:
-    """The values of silos over rounds: by modality a band from the lowest to the highest and the median, and one silo.
-
-    Args:
-        figure: to draw into; a menu chooses the silo.
-        values: by silo and version.
-        modalities: modalities of each silo; empty for a silo whose modalities are not known.
-        highlighted: the silo drawn at first; the first one if None.
-    """
+    """The values of silos over rounds: by modality a band from the lowest to the highest and the median, and one silo."""
     for kind in dict.fromkeys([*_KINDS, ()]):
         members = [found for silo, found in values.items() if tuple(sorted(modalities.get(silo, ()))) == kind]
         if not members:

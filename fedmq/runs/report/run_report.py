@@ -144,12 +144,7 @@ def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
 
 
 def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
-    """The result in one sentence: the headline metric before and after training.
-
-    Args:
-        summary: summary of the run.
-        first: metrics of the untrained model.
-    """
+    """The result in one sentence: the headline metric before and after training."""
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
     rounds = counted(summary.versions, "round")
     if summary.versions in summary.unevaluated:

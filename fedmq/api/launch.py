@@ -38,6 +38,7 @@ from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
 from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
+from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
 
@@ -264,20 +265,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(path: Path, old: int, process: subprocess.Popen[bytes]) -> Iterator[MetricsLine]:
-    """Lines of ``metrics.jsonl`` as they are written, until the program has ended and all were read."""
-    position, rest = old, b""
+    """Lines of ``metrics.jsonl`` after its first ``old`` bytes, until the program has ended and all were read."""
+    appended = AppendedLines(path, old)
     while True:
         ended = process.poll() is not None
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < position:
-                position, rest = size, b""
-            file.seek(position)
-            new = file.read()
-            position += len(new)
-            *complete, rest = (rest + new).split(b"\n")
-            for line in complete:
-                yield AnyMetricsLine.model_validate_json(line).root
+        lines, cut = appended.new()
+        for line in () if cut else lines:  # a resumed run first cuts off the lines after its checkpoint
+            yield AnyMetricsLine.model_validate_json(line).root
         if ended:
             return
         time.sleep(_INTERVAL)

@@ -218,7 +218,7 @@ def sweep_command(file: File, **given: Any) -> None:
 
 
 def _merged_options(options: Options) -> Options:
-    """Options of the command line over those of its comparison file; ``--select val`` turns varied keys into choices."""
+    """Options of the command line over those of a comparison file; ``--select val`` turns varied keys into choices."""
     from fedmq.experiments import files  # noqa: PLC0415 - brings torch, which --help does without
 
     read = {path: file for path in options.files if (file := files.read_comparison(path)) is not None}
@@ -314,11 +314,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
 
 
 def carry_out(options: Options) -> None:
-    """Plan and execute a comparison, write its tables and plots, and print the result.
-
-    Raises:
-        InputError: an option is not allowed, or a folder cannot be written.
-    """
+    """Plan and execute a comparison, write its tables and plots, and print the result."""
     plan = plan_of(options)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415

@@ -78,16 +78,7 @@ def warn(runs: Iterable[ResolvedRun]) -> None:
 
 
 def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:
-    """Make the checks of a program that starts, and warn of settings without effect.
-
-    Args:
-        program: name of the program in :class:`fedmq.launch.preflight.Program`.
-        run: the run.
-        peer: the arguments of the silo or of the evaluator.
-
-    Raises:
-        FedmqError: the first problem.
-    """
+    """Make the checks of a program that starts, and warn of settings without effect."""
     from fedmq.launch import preflight  # noqa: PLC0415
 
     preflight.refuse_start(preflight.Program[program], preflight.Starting(run, peer))

@@ -22,14 +22,7 @@ _LOGARITHMIC_FROM = 50.0
 
 
 def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
-    """Table, differences to the baseline, curves over merges and virtual time, each column against the varied value.
-
-    Args:
-        rows: rows of a comparison; at least one.
-        title: title of the page.
-        command: the command that made it.
-        table: the table of the rows.
-    """
+    """Table, differences to the baseline, curves over merges and virtual time, each column against the varied value."""
     runs = [outcome for row in rows for outcome in row.outcomes.values()]
     columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
     body = [[Markup("<b>{}</b>").format(cell.text) if cell.best else cell.text for cell in row] for row in table.body]

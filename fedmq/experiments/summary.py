@@ -151,16 +151,7 @@ def rows(
     chosen: Mapping[str, tuple[str, ...] | None],
     finished: Mapping[str, Mapping[int, FinishedRun]],
 ) -> tuple[Row, ...]:
-    """Statistics of every row against its baseline.
-
-    Args:
-        plan: plan of the comparison.
-        chosen: selected settings, by row.
-        finished: finished runs by row and seed.
-
-    Raises:
-        InputError: the baseline does not exist.
-    """
+    """Statistics of every row against its baseline."""
     results = dict(finished)
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}

@@ -422,11 +422,7 @@ class _Search:
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
-        """Record the outcome of a trial.
-
-        Raises:
-            InputError: its runs have no such metric.
-        """
+        """Record the outcome of a trial."""
         state, values, reason = self._judged(attempt)
         states = self._optuna.trial.TrialState
         study, number = self._studies[attempt.method.name], attempt.trial.number

@@ -165,13 +165,7 @@ def _update(run: GrowingRun) -> str:
 
 
 def live_app(folder: RunFolder, token: str, captions: Mapping[str, ReportedValue]) -> Any:
-    """The pages of one run: ``/`` and the stream ``/events``.
-
-    Args:
-        folder: the run folder, which may not exist yet.
-        token: the token that every request must carry.
-        captions: how to show the values that the method reports of its merges.
-    """
+    """The pages of one run: ``/`` and the stream ``/events``."""
     responses = package("starlette.responses", "live", "--live")
 
     async def page(_: Any) -> Any:
@@ -290,13 +284,7 @@ def _items(gallery: Gallery | None) -> str:
 
 
 def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
-    """The pages of all runs in a folder: the table, each run's report or live page, and several side by side.
-
-    Args:
-        root: folder of run folders.
-        token: the token that every request must carry.
-        captions_of: how to show the values that a method, by name, reports of its merges.
-    """
+    """The pages of all runs in a folder: the table, each run's report or live page, and several side by side."""
     responses = package("starlette.responses", "live", "fedmq board")
 
     def folder_of(name: str) -> RunFolder | None:

@@ -153,13 +153,7 @@ def digests_of(record: RunSummary | ReleaseConfig) -> dict[str, str]:
 
 
 def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) -> dict[str, str]:
-    """Digests (hex) of a release by name in messages; ``nothing`` if the data have none.
-
-    Args:
-        model: digest of the parameters.
-        data: digest of the prepared data's content.
-        with_it: digests of the payloads released with the model, by kind.
-    """
+    """Digests (hex) of a release by name in messages; ``nothing`` if the data have none."""
     return {"a model": model, "data": data or "nothing", **with_it}
 
 
@@ -305,14 +299,7 @@ _CARD = Path(__file__).parent / "report" / "templates" / "model_card.md.template
 
 
 def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: str) -> str:
-    """The text of the card (Markdown, with the front matter that model hubs read).
-
-    Args:
-        config: configuration of the released model.
-        summary: summary of its run.
-        label: the method's name for display.
-        split: the evaluated split.
-    """
+    """The text of the card (Markdown, with the front matter that model hubs read)."""
     summary = with_own_figures(summary)
     gallery = gallery_of(summary)
     metrics = meaningful(summary.metrics, gallery)

@@ -64,11 +64,7 @@ class Gallery:
         return int(match["k"]) >= sizes[match["way"]]
 
     def remarks(self, values: Mapping[str, float]) -> list[str]:
-        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery.
-
-        Args:
-            values: the measured metrics by name.
-        """
+        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery."""
         sentences = []
         hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
         if hidden:
@@ -131,12 +127,7 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> Iterator[str]:
-    """Lines that warn that a run trained only in part, hardly at all, or made the model worse.
-
-    Args:
-        summary: summary of the run.
-        untrained: metrics of the untrained model.
-    """
+    """Lines that warn that a run trained only in part, hardly at all, or made the model worse."""
     without_task, not_merged = summary.without_part
     if without_task:
         yield (

@@ -154,7 +154,6 @@ class _Follower:
                 for line in filter(opened.is_new, lines):
                     at = time.time() if line.wall is None else datetime.fromisoformat(line.wall).timestamp()
                     opened.tracker.log(values_of(line), line.version, at)
-                opened.tracker.flush()
                 opened.done |= {(line.kind, line.version) for line in lines}
         self._save()
 

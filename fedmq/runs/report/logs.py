@@ -209,14 +209,7 @@ def _edges(merges: Sequence[MergeLine], end: float) -> tuple[list[float], str]:
 
 
 def timeline(facts: LogFacts, merges: Sequence[MergeLine], silos: list[str], clock: str) -> Figure | None:
-    """How busy every silo was over the run's time, and what happened; None without tasks and incidents.
-
-    Args:
-        facts: of the log; without tasks, as in a run inside one process, the merges show them.
-        merges: merges of the run.
-        silos: names, in order from the top.
-        clock: title of the time axis.
-    """
+    """How busy every silo was over the run's time, and what happened; None without tasks and incidents."""
     tasks, incidents = list(facts.tasks.values()) or tasks_of(merges), facts.incidents
     if not tasks and not incidents:
         return None

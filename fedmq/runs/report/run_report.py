@@ -70,16 +70,7 @@ def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Logg
 
 
 def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> str:
-    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs.
-
-    Args:
-        folder: folder of a finished run.
-        captions: how to show the values that the method reports of its merges.
-        logged: what its logs show; None reads them, and leaves out damaged lines.
-
-    Raises:
-        InputError: the run is not finished, or its files are invalid.
-    """
+    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs."""
     lines = read_metrics(folder)
     summary = with_own_figures(read_summary(folder))
     gallery = gallery_of(summary)
@@ -281,14 +272,7 @@ def write_side_by_side(folders: Sequence[RunFolder], path: Path) -> None:
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> str:
-    """The page of several runs.
-
-    Args:
-        folders: folders of finished runs, at least two.
-
-    Raises:
-        InputError: a run is not finished, or its files are invalid.
-    """
+    """The page of several runs."""
     runs = [_read_one(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
     rows = [

@@ -307,29 +307,19 @@ def test_a_run_without_the_packages_of_the_report_has_its_result_and_one_warning
     assert (printed.out + printed.err).count("package plotly.offline missing") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "uri"),
-    [
-        ("coordinator", "--bind", "tcp://1.2.3.4"),
-        ("silo", "--connect", "foo"),
-        ("evaluator", "--connect", "tcp://*:5555"),
-    ],
-)
 def test_an_invalid_address_names_its_option_and_writes_nothing(
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: str,
-    option: str,
-    uri: str,
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
-    name = ["--name", "silo-00"] if command == "silo" else []
-    out = tmp_path / "out"
-    assert fedmq(monkeypatch, command, tiny, *name, "--keys", tmp_path / "keys", option, uri, "--out", out) == 2
-    assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
-    assert not out.exists()
+    keys, out = tmp_path / "keys", tmp_path / "out"
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
+    for command, name, option, uri in (
+        ("coordinator", [], "--bind", "tcp://1.2.3.4"),
+        ("silo", ["--name", "silo-00"], "--connect", "foo"),
+        ("evaluator", [], "--connect", "tcp://*:5555"),
+    ):
+        assert fedmq(monkeypatch, command, tiny, *name, "--keys", keys, option, uri, "--out", out) == 2
+        assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
+        assert not out.exists()
 
 
 def test_an_address_that_cannot_be_bound_writes_nothing(

@@ -103,7 +103,7 @@ def run(
         except InputError as error:  # here the user has given keywords, no option --set
             raise InputError(error.place.replace(": --set ", ": "), error.found, error.allowed) from None
         folder = _new_folder(resolved, out)
-        command = ["scenario", str(file), "--out", str(folder), *_set(settings)]
+        command = ["scenario", str(file), "--out", str(folder), *_options(settings)]
         _watch(command, folder, resolved, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
     return Run(folder)
 
@@ -201,7 +201,7 @@ def _new_folder(scenario: Scenario, out: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def _set(settings: Sequence[str]) -> list[str]:
+def _options(settings: Sequence[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
@@ -444,7 +444,7 @@ def compare(
         command += ["--vary", f"{key}={','.join(plain)}"]
     if metrics is not None:
         command += ["--metric", ",".join(metrics)]
-    command += [part for setting in settings_of(keys) for part in ("--set", setting)]
+    command += _options(settings_of(keys))
     # On a terminal the program itself draws its progress line there; elsewhere its lines are passed on and kept.
     errors = None if progress and sys.stderr.isatty() else subprocess.PIPE
     process = subprocess.Popen(  # noqa: S603 - the program is this package

@@ -337,7 +337,8 @@ def carry_out(options: Options) -> None:
         comparison = runner.carry_out(plan, place, progress, until_stopped)
     if comparison.stopped:
         exit_stopped(command_line())
-    table, title = tables.grid(comparison.rows, plan), _title(options)
+    table = tables.grid(comparison.rows, plan)
+    title = f"{options.kind}: {', '.join(map(str, [options.source] if options.source else options.files))}"
     _write_tables(comparison, plan, table, folder)
     if options.as_json:
         rows = tables.plain(comparison.rows)
@@ -397,11 +398,6 @@ def _report_problems(comparison: Comparison) -> None:
     if comparison.diverged:
         which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
         print_line(f"{which}; lower training.learning_rate", error=True)
-
-
-def _title(options: Options) -> str:
-    files = [options.source] if options.source else options.files
-    return f"{options.kind}: {', '.join(map(str, files))}"
 
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:

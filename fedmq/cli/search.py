@@ -20,7 +20,6 @@ from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.retrieval.gallery import Gallery
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
     from fedmq.runs.tables import Runs
@@ -240,10 +239,6 @@ def export_command(
 
     released = _released(run, device, silo, site, show)
     gallery = galleries.export(released, chosen or site, show)
-    _print_gallery(gallery, as_json=as_json)
-
-
-def _print_gallery(gallery: Gallery, *, as_json: bool) -> None:
     facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
     files = sorted(path.name for path in gallery.folder.iterdir())
     if as_json:

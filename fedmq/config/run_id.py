@@ -66,6 +66,15 @@ def digest_of(plain: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
 
 
+def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one, keys joined by dots as ``--set`` takes them; an empty mapping is a value."""
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(inner, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
 #: A key with its section, or a key without one.
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48})?")
 _Key = Annotated[str, Field(pattern=f"^{_KEY.pattern}$")]

@@ -16,6 +16,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from fedmq.config.resolve import ResolvedRun
+from fedmq.config.run_id import flat
 from fedmq.errors import FedmqError, InputError
 from fedmq.packages import __version__
 from fedmq.runs.results import read_summary, with_own_figures
@@ -215,16 +216,10 @@ def tracking(
 
 def parameters_of(run: ResolvedRun) -> dict[str, object]:
     """Scenario keys with dots and their values, without those that are not set; lists as text."""
-    parameters: dict[str, object] = {}
-
-    def add(tree: Mapping[str, object], prefix: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                add(value, f"{prefix}{key}.")
-            elif isinstance(value, bool | int | float | str):
-                parameters[prefix + key] = value
-            elif value:
-                parameters[prefix + key] = str(value)
-
-    add(run.scenario.model_dump(mode="json", exclude={"track"}), "")
-    return {**parameters, "fedmq": __version__}
+    parameters: dict[str, object] = {"fedmq": __version__}
+    for key, value in flat(run.scenario.model_dump(mode="json", exclude={"track"})).items():
+        if isinstance(value, bool | int | float | str):
+            parameters[key] = value
+        elif value:
+            parameters[key] = str(value)
+    return parameters

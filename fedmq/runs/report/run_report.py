@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedmq.config.resolve import load
+from fedmq.config.run_id import flat
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
@@ -364,16 +365,8 @@ def _silos_of(runs: Sequence[_RunOfSeveral]) -> Figure:
 
 def _differing(folders: Sequence[RunFolder]) -> list[tuple[str, ...]]:
     """The settings that differ between runs: key and its value in each."""
-    settings = [dict(_flat(load(folder.scenario).model_dump(mode="json"))) for folder in folders]
+    settings = [flat(load(folder.scenario).model_dump(mode="json")) for folder in folders]
     keys = dict.fromkeys(key for each in settings for key in each)
     shared = [key for key in keys if not key.startswith("protocol.") or all(key in each for each in settings)]
     found = [(key, *(str(each.get(key, "-")) for each in settings)) for key in shared]
     return [row for row in found if len(set(row[1:])) > 1]
-
-
-def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value

@@ -136,13 +136,7 @@ Processes = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """Options of both commands, as given; None for those that were not given.
-
-    Args:
-        kind: the command's name.
-        files: scenarios, or one comparison file.
-        source: the comparison file, if there is one.
-    """
+    """Options of both commands, as given; None for those that were not given."""
 
     kind: str
     files: list[Path]

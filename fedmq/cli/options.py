@@ -110,15 +110,7 @@ SiloOut = Annotated[
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """Options of the command line with which a silo or the evaluator is started, each None if it is not given.
-
-    Args:
-        name: the process's name.
-        keys: folder of its keys.
-        connect: address of the coordinator.
-        device: its device.
-        out: folder for its log and state.
-    """
+    """Options of the command line with which a silo or the evaluator is started, each None if it is not given."""
 
     name: str | None
     keys: Path | None
@@ -129,16 +121,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """How a silo or the evaluator is started.
-
-    Args:
-        site: the site file; None without one.
-        name: the process's name.
-        keys: folder of its keys.
-        connect: address of the coordinator.
-        device: None for the scenario's.
-        out: folder for its log and state of this run.
-    """
+    """How a silo or the evaluator is started."""
 
     site: Site | None
     name: str

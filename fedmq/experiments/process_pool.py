@@ -59,14 +59,9 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of executing runs.
+    """Result of executing runs."""
 
-    Args:
-        errors: one line for each failed run, by name.
-        stopped: whether they were stopped before all were done.
-    """
-
-    errors: Mapping[str, str]
+    errors: Mapping[str, str]  # one line for each failed run, by name
     stopped: bool
 
 

@@ -40,13 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, independent of its output format.
-
-    Args:
-        head: column titles.
-        body: rows of cells.
-        notes: explanations for the reader.
-    """
+    """A table, independent of its output format."""
 
     head: tuple[str, ...]
     body: tuple[tuple[Cell, ...], ...]

@@ -86,13 +86,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of a search.
-
-    Args:
-        trials: the trials that are over, by method and number.
-        best: the best finished trial of each method that has one.
-        stopped: whether it was stopped before all trials were over.
-    """
+    """The result of a search."""
 
     trials: tuple[Trial, ...]
     best: Mapping[str, Trial]
@@ -101,21 +95,13 @@ class Tuned:
 
 @dataclass
 class _Attempt:
-    """A trial under way.
-
-    Args:
-        method: the method that is tuned.
-        trial: Optuna's trial.
-        runs: its runs, one for each seed.
-        pruned_at: round at which it was pruned; None if it was not.
-        seen: evaluations by round, then by name of the run.
-    """
+    """A trial under way."""
 
     method: TunedMethod
     trial: Any
     runs: tuple[Run, ...]
-    pruned_at: int | None
-    seen: dict[int, dict[str, float]] = field(default_factory=dict)
+    pruned_at: int | None  # a round
+    seen: dict[int, dict[str, float]] = field(default_factory=dict)  # evaluations by round, then by name of the run
 
     @property
     def title(self) -> str:
@@ -273,18 +259,7 @@ def _value(stored: Any) -> Any:
 
 
 class _Search:
-    """Proposes, executes and judges trials.
-
-    Args:
-        optuna: the package.
-        plan: plan of the search.
-        place: where and how runs are executed.
-        journal: file in which the trials are recorded.
-        studies: studies by method.
-        report: called with the progress.
-        stop_wanted: whether to stop.
-        clock: measures the time and pauses.
-    """
+    """Proposes, executes and judges trials."""
 
     def __init__(
         self,

@@ -71,12 +71,7 @@ CaptionsOf = Callable[[str], "Mapping[str, ReportedValue]"]
 
 @dataclass
 class GrowingRun:
-    """The records of a run as they are written; each call of :meth:`update` reads only what is new.
-
-    Args:
-        folder: the run folder.
-        captions: how to show the values that the method reports of its merges.
-    """
+    """The records of a run as they are written; each call of :meth:`update` reads only what is new."""
 
     folder: RunFolder
     captions: Mapping[str, ReportedValue]

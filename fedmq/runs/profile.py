@@ -43,17 +43,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class ThreadSpans:
-    """The spans of a thread, well nested.
-
-    Args:
-        process: the name of its process.
-        file: name of the process's file, one for each start of the process.
-        thread: its name.
-        events: in order; each span that opens closes.
-    """
+    """The spans of a thread, well nested."""
 
     process: str
-    file: str
+    file: str  # one for each start of the process
     thread: str
     events: tuple[Event, ...]
 

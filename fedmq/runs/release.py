@@ -184,14 +184,7 @@ class Signature(Stored):
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification found.
-
-    Args:
-        signer: name of the key, as the signature states it.
-        key: the public key that signed.
-        files: number of signed files.
-        differences: a line for each file that differs; empty if the folder is as it was signed.
-    """
+    """What a verification found."""
 
     signer: str
     key: Ed25519PublicKey

@@ -132,17 +132,11 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What can be removed from a finished run.
-
-    Args:
-        paths: folders of checkpoints and files of personal states.
-        size: bytes that their removal frees.
-        kept: why something is kept; empty if nothing is.
-    """
+    """What can be removed from a finished run."""
 
     paths: tuple[Path, ...]
-    size: int
-    kept: str
+    size: int  # bytes that their removal frees
+    kept: str  # why something is kept; empty if nothing is
 
 
 def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:

@@ -55,15 +55,9 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """A number of a line of ``metrics.jsonl``.
+    """A number of a line of ``metrics.jsonl``."""
 
-    Args:
-        silo: the silo that it is about; empty for the whole run.
-        name: e.g. ``evaluation/mean_r1``; of a silo e.g. ``mean_r1``.
-        value: the number.
-    """
-
-    silo: str
+    silo: str  # empty for the whole run
     name: str
     value: float
 
@@ -75,14 +69,7 @@ class Value:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker records at the start of a run.
-
-    Args:
-        folder: the run folder.
-        id: id of the run on the wire.
-        parameters: scenario keys with dots, and their values.
-        rounds: number of its rounds.
-    """
+    """What a tracker records at the start of a run."""
 
     folder: RunFolder
     id: str

@@ -77,14 +77,7 @@ class _Open:
 
 
 class _Follower:
-    """Passes lines on in a separate thread.
-
-    Args:
-        run: the facts that trackers record at the start.
-        names: names of the trackers.
-        notice: called with one line for a tracker that fails, and at the end with where the others write.
-        trackers: functions that open trackers, by name.
-    """
+    """Passes lines on in a separate thread."""
 
     def __init__(self, run: TrackedRun, names: tuple[str, ...], notice: Notice, trackers: Mapping[str, Open]) -> None:
         self._run, self._names, self._notice, self._openers = run, names, notice, trackers

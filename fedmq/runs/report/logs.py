@@ -49,38 +49,23 @@ _INCIDENTS: Mapping[LogEvent, tuple[str, str]] = {
 
 @dataclass
 class TaskSpan:
-    """A task of one silo.
-
-    Args:
-        silo: its name.
-        sequence: number of the task.
-        start: the run's time when it was sent [s].
-        end: the run's time of its outcome [s]; None if there was none.
-        outcome: in words.
-    """
+    """A task of one silo."""
 
     silo: str
     sequence: int
-    start: float
+    start: float  # the run's time [s], like end
     end: float | None = None
     outcome: str = _OPEN
 
 
 @dataclass(frozen=True)
 class Incident:
-    """An incident at a silo.
-
-    Args:
-        silo: its name.
-        now: the run's time [s].
-        kind: kind of the note.
-        detail: a fault's kind, or a reason; may be empty.
-    """
+    """An incident at a silo."""
 
     silo: str
-    now: float
+    now: float  # the run's time [s]
     kind: LogEvent
-    detail: str
+    detail: str  # a fault's kind, or a reason; may be empty
 
 
 @dataclass
@@ -267,12 +252,7 @@ _EVERY = 5000  # records between two reports of progress
 
 @dataclass(frozen=True)
 class LoggedFacts:
-    """What the message logs of a run show.
-
-    Args:
-        course: tasks, incidents and traffic, by the coordinator's log.
-        sent: payloads that each process sent.
-    """
+    """What the message logs of a run show."""
 
     course: LogFacts
     sent: SentPayloads

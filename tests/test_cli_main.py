@@ -32,42 +32,35 @@ from tests.command_line import fedmq
 from tests.run_summaries import summary
 from tests.waiting import PATIENCE
 
+#: Settings of a scenario, and what the one line of their error has.
+REFUSED_SETTINGS = (
+    (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
+    (["protocol.warmup=-3"], "protocol.warmup"),
+    (["partition.clusters=500"], "partition.clusters"),
+    (["data.path=nowhere.npz"], "nowhere.npz"),
+    (["data.path=README.md"], "README.md"),
+    (["device=cuda:99"], "cuda:99"),
+    (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
+    (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
+    (["launcher=none"], "fedmq coordinator"),
+    (['data.path="a\\0b"'], "data.path"),
+)
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
-        (["protocol.warmup=-3"], "protocol.warmup"),
-        (["partition.clusters=500"], "partition.clusters"),
-        (["data.path=nowhere.npz"], "nowhere.npz"),
-        (["data.path=README.md"], "README.md"),
-        (["device=cuda:99"], "cuda:99"),
-        (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
-        (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
-        (["launcher=none"], "fedmq coordinator"),
-        (['data.path="a\\0b"'], "data.path"),
-    ],
-)
 def test_bad_input_prints_one_line_and_writes_nothing(
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    settings: list[str],
-    expected: str,
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    unequal = tmp_path / "unequal.npz"
+    unequal, out = tmp_path / "unequal.npz", tmp_path / "run"
     rows = np.random.default_rng(0).normal(size=(50, 10)).astype(np.float32)
     np.savez(unequal, image=rows[:, :6], text=rows[:, 6:])
-    out = tmp_path / "run"
-    options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
-    code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
-    error = capfd.readouterr().err.strip()
-    assert (code, len(error.splitlines())) == (2, 1), error
-    assert expected in error
-    assert "allowed" in error
-    assert not out.exists()
+    for settings, expected in REFUSED_SETTINGS:
+        options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
+        code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
+        error = capfd.readouterr().err.strip()
+        assert (code, len(error.splitlines())) == (2, 1), error
+        assert expected in error and "allowed" in error
+        assert not out.exists()
 
 
 #: Command lines, and what the one line of their error has.

@@ -165,13 +165,19 @@ def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, c
 
 @span("data")
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print warnings on them, and return their folder."""
+    """Prepare a run's data, print warnings on them, and return their folder; refused data remove the folder created."""
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
 
     prepare = preparation.population_here if inline else preparation.prepare_population
-    with continued_by_repeating(), _removed_if_refused(created):
-        data = prepare(run, None if quiet else bar())
+    with continued_by_repeating():
+        try:
+            data = prepare(run, None if quiet else bar())
+        except BaseException:
+            if created is not None:
+                with contextlib.suppress(OSError):
+                    created.rmdir()
+            raise
     prepared = open_prepared(data)
     for line in (*(() if quiet else prepared.notes), *prepared.warnings):
         print_line(f"data: {printable(line)}", error=True)
@@ -180,18 +186,6 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
 
 def _notice(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _removed_if_refused(root: Path | None) -> Iterator[None]:
-    """Remove the folder, if it is still empty, when the block fails; None removes nothing."""
-    try:
-        yield
-    except BaseException:
-        if root is not None:
-            with contextlib.suppress(OSError):
-                root.rmdir()
-        raise
 
 
 def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:

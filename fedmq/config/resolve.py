@@ -138,16 +138,12 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
     Raises:
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
-    file = _shipped(file)
+    shipped = SCENARIOS / f"{file}.yaml"
+    if not file.exists() and file.suffix not in (".yaml", ".yml") and shipped.is_file():
+        file = shipped
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
     overridden = tuple(setting.partition("=")[0] for setting in given)
     return Source(file, parse(apply_settings(read_yaml(file), given), file, overridden), overridden)
-
-
-def _shipped(file: Path) -> Path:
-    """The file of a scenario that comes with fedmq, if ``file`` is the name of one and no file."""
-    shipped = SCENARIOS / f"{file}.yaml"
-    return shipped if not file.exists() and file.suffix not in (".yaml", ".yml") and shipped.is_file() else file
 
 
 def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:

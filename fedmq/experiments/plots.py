@@ -13,7 +13,6 @@ from markupsafe import Markup
 from fedmq.experiments.summary import Row
 from fedmq.experiments.tables import Grid
 from fedmq.runs.report.html import Figure, colour, document
-from fedmq.runs.results import FinishedRun
 from fedmq.text import is_float
 
 F64 = npt.NDArray[np.float64]
@@ -108,21 +107,13 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
     over, unit = ("virtual time", "virtual time [s]") if over_time else ("merges", "merges")
     figure = Figure(f"{metric} over {over}", unit, metric)
     for place, row in enumerate(rows):
-        courses = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
-        curves = [(x, y) for x, y in courses if len(x) > 1]
+        courses = [np.array(outcome.course(metric), float).reshape(-1, 3).T for outcome in row.outcomes.values()]
+        curves = [(now if over_time else version, y) for version, now, y in courses if len(y) > 1]
         if curves:
             x, values = on_common_grid(curves)
             std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(x))
             _line(figure, place, row.entry.name, x.tolist(), values.mean(axis=0), std)
     return figure
-
-
-def _curve(outcome: FinishedRun, metric: str, *, over_time: bool) -> tuple[F64, F64]:
-    course = outcome.course(metric)
-    return (
-        np.array([now if over_time else version for version, now, _ in course], float),
-        np.array([value for _, _, value in course], float),
-    )
 
 
 def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -103,11 +103,6 @@ class _Attempt:
     pruned_at: int | None  # a round
     seen: dict[int, dict[str, float]] = field(default_factory=dict)  # evaluations by round, then by name of the run
 
-    @property
-    def title(self) -> str:
-        """For display, e.g. ``rcsr trial 3``."""
-        return f"{self.method.name} trial {self.trial.number}"
-
 
 def tune(
     plan: TunePlan,
@@ -150,15 +145,14 @@ def tune(
     return Tuned(trials, _best(trials, maximise=search.maximise), stopped)
 
 
-def _best(trials: Iterable[Trial], *, maximise: bool) -> dict[str, Trial]:
+def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
     """The best finished trial of each method, of equal ones the first."""
-    best: dict[str, tuple[float, Trial]] = {}
-    for trial in trials:
-        if trial.state is TrialState.FINISHED and trial.value is not None:
-            value = trial.value if maximise else -trial.value
-            if trial.method not in best or value > best[trial.method][0]:
-                best[trial.method] = value, trial
-    return {method: trial for method, (_, trial) in best.items()}
+    finished = [trial for trial in trials if trial.state is TrialState.FINISHED and trial.value is not None]
+    sign = 1 if maximise else -1
+    return {
+        method: max((each for each in finished if each.method == method), key=lambda each: sign * (each.value or 0.0))
+        for method in dict.fromkeys(trial.method for trial in finished)
+    }
 
 
 def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
@@ -382,18 +376,15 @@ class _Search:
                 continue
             mean = sum(values.values()) / len(values)
             # The decision is recorded before the value: after a crash in between, only the value is added.
-            if attempt.pruned_at is None and self._falls_behind(study, number, version, mean):
-                attempt.pruned_at = version
-                with writing(self._journal):
-                    attempt.trial.set_user_attr("pruned_at", version)
+            if attempt.pruned_at is None:
+                trial = study.trials[number]
+                trial.intermediate_values[version] = mean
+                if study.pruner.prune(study, trial):
+                    attempt.pruned_at = version
+                    with writing(self._journal):
+                        attempt.trial.set_user_attr("pruned_at", version)
             with writing(self._journal):
                 attempt.trial.report(mean, version)
-
-    def _falls_behind(self, study: Any, number: int, version: int, value: float) -> bool:
-        """Whether the pruner stops a trial with this value in a round."""
-        trial = study.trials[number]
-        trial.intermediate_values[version] = value
-        return bool(study.pruner.prune(study, trial))
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:

@@ -24,8 +24,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Message
-from silos.program import run_silo
-from silos.schedule import AgreedSchedule
+from silos.program import AgreedSchedule, run_silo
 from silos.tasks import SiloArguments
 from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital

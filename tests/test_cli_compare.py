@@ -231,22 +231,8 @@ def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
 ) -> None:
     started = simulated_runs
     arguments = ["sweep", str(tiny), "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
-    done = CliRunner().invoke(
-        cli.app,
-        [
-            *arguments,
-            "--select-seed",
-            "4",
-            "--select-rounds",
-            "3",
-            "--seeds",
-            "0,1",
-            "--metric",
-            "mean_r1",
-            "--out",
-            str(tmp_path),
-        ],
-    )
+    options = ["--select-seed", "4", "--select-rounds", "3", "--seeds", "0,1", "--metric", "mean_r1", "--out"]
+    done = CliRunner().invoke(cli.app, [*arguments, *options, str(tmp_path)])
     assert done.exit_code == 0, done.stderr
     assert started == [
         *(f"tiny, seed 4 (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2)),
@@ -298,18 +284,8 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(
     short = tmp_path / "short.yaml"
     short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
     out = tmp_path / "out"
-    command = [
-        "sweep",
-        str(short),
-        "--vary",
-        "protocol=fedavg,rcsr",
-        "--seeds",
-        "0",
-        "--jobs",
-        "1",
-        "--out",
-        str(out),
-    ]
+    options = ["--vary", "protocol=fedavg,rcsr", "--seeds", "0", "--jobs", "1", "--out"]
+    command = ["sweep", str(short), *options, str(out)]
     process = subprocess.Popen([sys.executable, "-m", "fedmq", *command], stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(out.glob("runs/*/metrics.jsonl")), PATIENCE)
     process.send_signal(signal.SIGINT)

@@ -123,31 +123,23 @@ def test_lists_and_features_are_recognised(tmp_path: Path, features: Path) -> No
         starter.count(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--data", "nowhere"), "--data: found '.*nowhere', allowed: an existing file or folder"),
-        (("--silos", 9), "--silos: found 9, allowed: 1 to 4: each silo needs 2 of the 12 pairs"),
-        (("--missing", 1), "--missing: found 1.0"),
-        (("--method", "fedawg"), "protocol.*fedawg.*fedavg"),
-        (("--method", "fedproto"), "a method that needs no labels"),
-    ],
-)
 def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(
-    options: tuple[object, ...],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"--data": photos(tmp_path / "photos", 12), "--silos": 2, "--missing": 0.0, "--method": "fedavg"}
-    given |= dict([options])  # type: ignore[list-item]
     file = tmp_path / "mine.yaml"
-    assert fedmq(monkeypatch, "init", file, *(part for pair in given.items() for part in pair), "--quiet") == 2
-    error = capfd.readouterr().err
-    assert re.search(words, error)
-    assert len(error.splitlines()) == 1
-    assert not file.exists()
+    for option, value, words in (
+        ("--data", "nowhere", "--data: found '.*nowhere', allowed: an existing file or folder"),
+        ("--silos", 9, "--silos: found 9, allowed: 1 to 4: each silo needs 2 of the 12 pairs"),
+        ("--missing", 1, "--missing: found 1.0"),
+        ("--method", "fedawg", "protocol.*fedawg.*fedavg"),
+        ("--method", "fedproto", "a method that needs no labels"),
+    ):
+        options = (part for pair in {**given, option: value}.items() for part in pair)
+        assert fedmq(monkeypatch, "init", file, *options, "--quiet") == 2
+        error = capfd.readouterr().err
+        assert re.search(words, error) and len(error.splitlines()) == 1
+        assert not file.exists()
 
 
 def test_a_file_is_replaced_only_on_demand(

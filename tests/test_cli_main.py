@@ -32,42 +32,35 @@ from tests.command_line import fedmq
 from tests.run_summaries import summary
 from tests.waiting import PATIENCE
 
+#: Settings of a scenario, and what the one line of their error has.
+REFUSED_SETTINGS = (
+    (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
+    (["protocol.warmup=-3"], "protocol.warmup"),
+    (["partition.clusters=500"], "partition.clusters"),
+    (["data.path=nowhere.npz"], "nowhere.npz"),
+    (["data.path=README.md"], "README.md"),
+    (["device=cuda:99"], "cuda:99"),
+    (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
+    (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
+    (["launcher=none"], "fedmq coordinator"),
+    (['data.path="a\\0b"'], "data.path"),
+)
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
-        (["protocol.warmup=-3"], "protocol.warmup"),
-        (["partition.clusters=500"], "partition.clusters"),
-        (["data.path=nowhere.npz"], "nowhere.npz"),
-        (["data.path=README.md"], "README.md"),
-        (["device=cuda:99"], "cuda:99"),
-        (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
-        (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
-        (["launcher=none"], "fedmq coordinator"),
-        (['data.path="a\\0b"'], "data.path"),
-    ],
-)
 def test_bad_input_prints_one_line_and_writes_nothing(
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    settings: list[str],
-    expected: str,
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    unequal = tmp_path / "unequal.npz"
+    unequal, out = tmp_path / "unequal.npz", tmp_path / "run"
     rows = np.random.default_rng(0).normal(size=(50, 10)).astype(np.float32)
     np.savez(unequal, image=rows[:, :6], text=rows[:, 6:])
-    out = tmp_path / "run"
-    options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
-    code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
-    error = capfd.readouterr().err.strip()
-    assert (code, len(error.splitlines())) == (2, 1), error
-    assert expected in error
-    assert "allowed" in error
-    assert not out.exists()
+    for settings, expected in REFUSED_SETTINGS:
+        options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
+        code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
+        error = capfd.readouterr().err.strip()
+        assert (code, len(error.splitlines())) == (2, 1), error
+        assert expected in error and "allowed" in error
+        assert not out.exists()
 
 
 #: Command lines, and what the one line of their error has.
@@ -307,29 +300,19 @@ def test_a_run_without_the_packages_of_the_report_has_its_result_and_one_warning
     assert (printed.out + printed.err).count("package plotly.offline missing") == 1
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "uri"),
-    [
-        ("coordinator", "--bind", "tcp://1.2.3.4"),
-        ("silo", "--connect", "foo"),
-        ("evaluator", "--connect", "tcp://*:5555"),
-    ],
-)
 def test_an_invalid_address_names_its_option_and_writes_nothing(
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: str,
-    option: str,
-    uri: str,
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
-    name = ["--name", "silo-00"] if command == "silo" else []
-    out = tmp_path / "out"
-    assert fedmq(monkeypatch, command, tiny, *name, "--keys", tmp_path / "keys", option, uri, "--out", out) == 2
-    assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
-    assert not out.exists()
+    keys, out = tmp_path / "keys", tmp_path / "out"
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
+    for command, name, option, uri in (
+        ("coordinator", [], "--bind", "tcp://1.2.3.4"),
+        ("silo", ["--name", "silo-00"], "--connect", "foo"),
+        ("evaluator", [], "--connect", "tcp://*:5555"),
+    ):
+        assert fedmq(monkeypatch, command, tiny, *name, "--keys", keys, option, uri, "--out", out) == 2
+        assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
+        assert not out.exists()
 
 
 def test_an_address_that_cannot_be_bound_writes_nothing(

@@ -305,65 +305,51 @@ def test_a_scenario_is_accepted_once_by_its_digest_by_the_policy_or_on_the_termi
     assert offered[1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("rounds: 3", "rounds: 4"), "that of the run own-"),
-        (("name: rcsr", "name: ./mine.py"), "mine.py"),
-        (("rounds: 3", "rounds: ["), "offered"),
-    ],
-)
 def test_a_scenario_that_is_not_that_of_the_run_or_names_a_file_is_refused(
-    offered: tuple[str, str], tmp_path: Path, change: tuple[str, str], message: str
+    offered: tuple[str, str], tmp_path: Path
 ) -> None:
-    assert change[0] in offered[1]
-    with pytest.raises(InputError, match=message):
-        accepted_run(offered[0], offered[1].replace(*change), tmp_path, [BY_POLICY], QUIET)
+    for was, now, message in (
+        ("rounds: 3", "rounds: 4", "that of the run own-"),
+        ("name: rcsr", "name: ./mine.py", "mine.py"),
+        ("rounds: 3", "rounds: [", "offered"),
+    ):
+        assert was in offered[1]
+        with pytest.raises(InputError, match=message):
+            accepted_run(offered[0], offered[1].replace(was, now), tmp_path, [BY_POLICY], QUIET)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--stay"], "--stay: found"),
-        (["--accept", BY_POLICY], "--accept: found 'policy', allowed: with --stay only"),
-        ([], "FILE: found 'no scenario'"),
-        (["--stay", "--site", "SITE", "--seed", "1"], "--stay: found"),
-        (["--stay", "--site", "SITE", "--accept", "1"], "--accept: found '1'"),
-        (["--stay", "--site", "SITE", "--accept", BY_POLICY], "with a policy"),
-        (["--stay", "--site", "NAMELESS"], "name: found 'nothing'"),
-    ],
-)
 def test_options_of_a_standing_silo_that_do_not_fit_are_refused(
-    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = "keys: keys\nout: run\nconnect: tcp://127.0.0.1:1\n"
     (tmp_path / "NAMELESS").write_text(text)
     (tmp_path / "SITE").write_text(f"{text}name: silo-00\n")
     monkeypatch.chdir(tmp_path)
-    assert fedmq(monkeypatch, "silo", *options) == 2
-    assert message in capfd.readouterr().err
+    for options, message in (
+        ("--stay", "--stay: found"),
+        (f"--accept {BY_POLICY}", "--accept: found 'policy', allowed: with --stay only"),
+        ("", "FILE: found 'no scenario'"),
+        ("--stay --site SITE --seed 1", "--stay: found"),
+        ("--stay --site SITE --accept 1", "--accept: found '1'"),
+        (f"--stay --site SITE --accept {BY_POLICY}", "with a policy"),
+        ("--stay --site NAMELESS", "name: found 'nothing'"),
+    ):
+        assert fedmq(monkeypatch, "silo", *options.split()) == 2
+        assert message in capfd.readouterr().err, options
 
 
 # -------------------------------------------------------------------------------------------------- progress of a run
-@pytest.fixture
-def dumb(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
+def test_a_terminal_that_cannot_move_its_cursor_shows_progress_as_lines(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     screen = io.StringIO()
-    return Console(file=screen, force_terminal=True, width=200), screen
-
-
-def test_a_run_shows_its_progress_as_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> None:
-    console, screen = dumb
+    console = Console(file=screen, force_terminal=True, width=200)
     with terminal.display(resolved(tiny), console, quiet=False) as show:
         show(Status("collecting", 3, 4, 4, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0))
-    assert "round 3/4" in screen.getvalue()
-
-
-def test_a_comparison_shows_its_progress_as_lines(dumb: tuple[Console, io.StringIO]) -> None:
-    console, screen = dumb
-    with display_progress(console, quiet=False) as show:
-        show("runs", JobProgress(5, 12, (), None))
-    assert "runs: 5 of 12 done" in screen.getvalue()
+    with display_progress(console, quiet=False) as report:
+        report("runs", JobProgress(5, 12, (), None))
+    assert "round 3/4" in screen.getvalue() and "runs: 5 of 12 done" in screen.getvalue()
 
 
 def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) -> None:
@@ -415,31 +401,6 @@ def test_the_last_refusal_is_shown_with_its_age_and_only_for_a_minute(tiny: Path
         "8 unknown_sender; the last, 34 s ago: silo-09: no such key",
         "",
     ]
-
-
-def test_the_processes_a_run_waits_for_are_shown_when_they_change_and_every_ten_seconds(tiny: Path) -> None:
-    screen = io.StringIO()
-    both, one = ("silo-02", "silo-03"), ("silo-03",)
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        for elapsed, missing in ((1.0, both), (2.0, both), (4.0, both), (5.0, one), (8.0, one), (15.0, one)):
-            show(Status("gathering", 0, 4, 0, missing, ({}, ""), 2, 0, None, {}, 0, 0.0, elapsed))
-    shown = screen.getvalue().splitlines()[1:]
-    assert shown == ["waiting for silo-02 and silo-03", "waiting for silo-03", "waiting for silo-03"]
-
-
-def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, width=200, force_terminal=True)
-    console.print(
-        terminal.status_table(
-            Status(
-                "gathering", 0, 4, 0, ("silo-03",), ({"gap": 1}, "silo-02: [red]x\x1b"), 3, 0, None, {}, 0, 0.0, 9.0
-            ),
-            "-",
-            "title",
-        )
-    )
-    assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last: silo-02: [red]x\\x1b" in screen.getvalue()
 
 
 def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:

@@ -213,7 +213,7 @@ def audited() -> None:
             Counter(modality_prototypes=1_234_567),
             Counter(modality_prototypes=123_456_789_012),
         )
-    out.print(audit_command._table(audit))
+    out.print(audit_command._kinds_table(audit, verbose=True))
 
 
 def checked() -> None:

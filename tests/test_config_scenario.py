@@ -404,23 +404,18 @@ def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) ->
     assert "nothing" in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
+def test_a_setting_that_fits_no_silo_names_its_line_in_the_site_file(tiny: Path, tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
+    (tmp_path / "keys" / "coordinator.key").unlink()
+    for line, words in (
         ("name: berlin", r"silo\.yaml: line 2: name: found 'berlin', allowed: silo-00 to silo-03"),
         ("name: silo-01", r"silo-01\.key: found 'no such file; this folder has the private key of silo-00'"),
         ("name: silo-00\ndevice: cuda:99", r"silo\.yaml: line 3: device: found 'cuda:99'"),
-    ],
-)
-def test_a_setting_that_fits_no_silo_names_its_line_in_the_site_file(
-    tiny: Path, tmp_path: Path, line: str, words: str
-) -> None:
-    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
-    (tmp_path / "keys" / "coordinator.key").unlink()
-    site = written(tmp_path, f"keys: keys\n{line}\nout: run\n")
-    done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
-    assert isinstance(done.exception, InputError)
-    assert re.search(words, str(done.exception))
+    ):
+        site = written(tmp_path, f"keys: keys\n{line}\nout: run\n")
+        done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
+        assert isinstance(done.exception, InputError)
+        assert re.search(words, str(done.exception)), line
 
 
 def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:

@@ -25,12 +25,7 @@ from tests.comparisons import entries, place, resolve
 #: Texts of options that are refused, by the function that reads them.
 REFUSED: dict[Callable[[str], object], tuple[str, ...]] = {
     partial(planning.parse_variation, option="--vary"): (
-        "rounds=",
-        "a b=3",
-        "rounds=[",
-        "rounds=3,3",
-        "seed=1,2",
-        "name=a,b",
+        *("rounds=", "a b=3", "rounds=[", "rounds=3,3", "seed=1,2", "name=a,b"),
     ),
     partial(planning.parse_variation, option="--select"): ("evaluation.split=val,test", "set={rounds: 3},{rounds: 4}"),
     parse_target: ("mean_r1=nan", "mean_r1=x", "mean_r1"),
@@ -88,10 +83,10 @@ def test_keys_are_varied_together_as_a_named_set(tiny: Path) -> None:
             planning.parse_variation(text, option)
 
 
-@pytest.mark.parametrize(("option", "forms"), [("--select", r"\[METHOD:\]KEY=A.* val"), ("--vary", r"\[NAME:\]KEY=A")])
-def test_a_malformed_variation_is_answered_with_every_form_that_is_allowed(option: str, forms: str) -> None:
-    with pytest.raises(InputError, match=forms):
-        planning.parse_variation("best", option)
+def test_a_malformed_variation_is_answered_with_every_form_that_is_allowed() -> None:
+    for option, forms in (("--select", r"\[METHOD:\]KEY=A.* val"), ("--vary", r"\[NAME:\]KEY=A")):
+        with pytest.raises(InputError, match=forms):
+            planning.parse_variation("best", option)
 
 
 def test_a_variation_may_apply_to_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:

@@ -249,17 +249,14 @@ def test_the_time_to_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_
     assert outcome.time_to(Target("fairness.worst_r1", 0.3)) is None
 
 
-def test_version_0_yields_the_untrained_values(tmp_path: Path) -> None:
+def test_version_0_yields_the_untrained_values_and_an_unfinished_run_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="finished run"):
+        results.read(RunFolder(tmp_path))
     finish(RunFolder(tmp_path), 0.5)
     before = results.read(RunFolder(tmp_path)).untrained()
     assert before.value("mean_r1") == 0.1
     assert before.value("fairness.gap_r1") == pytest.approx(0.25)
     assert before.value("bytes.up") is None
-
-
-def test_an_unfinished_run_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="finished run"):
-        results.read(RunFolder(tmp_path))
 
 
 def test_the_confidence_interval_is_the_paired_t_interval() -> None:

@@ -58,12 +58,8 @@ def of_two_processes(folder: Path) -> Profile:
 
 
 def test_the_time_of_a_span_is_without_that_of_the_spans_within_it(tmp_path: Path) -> None:
-    assert dict(of_two_processes(tmp_path).seconds["coordinator"]) == {
-        OTHER: 3.0,
-        "wait": 4.0,
-        "merge": 1.5,
-        "disk": 0.5,
-    }
+    expected = {OTHER: 3.0, "wait": 4.0, "merge": 1.5, "disk": 0.5}
+    assert dict(of_two_processes(tmp_path).seconds["coordinator"]) == expected
 
 
 def test_a_process_that_does_something_in_another_thread_does_not_wait_meanwhile(tmp_path: Path) -> None:
@@ -179,12 +175,8 @@ def test_every_process_of_a_run_is_profiled_and_the_model_is_the_same(tiny: Path
         assert sum(profile.seconds[process].values()) == pytest.approx(wall)
 
     named = {one["name"] for one in well_formed(json.loads(folder.speedscope.read_text()))}
-    assert named >= {
-        COMMAND,
-        "coordinator",
-        "evaluator",
-        *(f"{silo}{more}" for silo in profile.silos for more in ("", " link")),
-    }
+    silos = {f"{silo}{more}" for silo in profile.silos for more in ("", " link")}
+    assert named >= {COMMAND, "coordinator", "evaluator", *silos}
     rows = list(csv.DictReader((folder.profile / "phases.csv").open()))
     assert {row["party"] for row in rows} == set(profile.seconds)
     assert {row["phase"] for row in rows} <= {*PHASES, OTHER}

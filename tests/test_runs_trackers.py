@@ -166,9 +166,6 @@ class Failing:
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         raise ConnectionError("no route to host\nand a long trace")
 
-    def flush(self) -> None:
-        raise AssertionError
-
     def finish(self, end: End, result: object) -> None:
         raise AssertionError
 

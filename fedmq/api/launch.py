@@ -38,6 +38,7 @@ from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
 from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
+from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
 
@@ -102,7 +103,7 @@ def run(
         except InputError as error:  # here the user has given keywords, no option --set
             raise InputError(error.place.replace(": --set ", ": "), error.found, error.allowed) from None
         folder = _new_folder(resolved, out)
-        command = ["scenario", str(file), "--out", str(folder), *_set(settings)]
+        command = ["scenario", str(file), "--out", str(folder), *_options(settings)]
         _watch(command, folder, resolved, progress=progress, on_merge=on_merge, on_evaluation=on_evaluation)
     return Run(folder)
 
@@ -130,26 +131,14 @@ def resume(
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name.
-
-    Raises:
-        InputError: as said.
-    """
+    """Refuse a function: it is not the value of a scenario key, but a callback under a wrong name."""
     for name, value in keys.items():
         if callable(value) and not isinstance(value, type) and inspect.isroutine(value):
             raise InputError(name, "a function", "on_merge or on_evaluation, or a scenario key and its value")
 
 
 def settings_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Scenario keys as settings in the form of ``--set``; mappings give one setting for each of their keys.
-
-    Args:
-        keys: values by key; keys may be paths such as ``partition.alpha``.
-        prefix: path of the section that holds the keys.
-
-    Raises:
-        InputError: a class or object is not defined in a Python file.
-    """
+    """Scenario keys as settings in the form of ``--set``; mappings give one setting for each of their keys."""
     settings: list[str] = []
     for key, value in keys.items():
         path = f"{prefix}{key}"
@@ -212,7 +201,7 @@ def _new_folder(scenario: Scenario, out: str | os.PathLike[str] | None) -> Path:
     return folder
 
 
-def _set(settings: Sequence[str]) -> list[str]:
+def _options(settings: Sequence[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
@@ -276,26 +265,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(path: Path, old: int, process: subprocess.Popen[bytes]) -> Iterator[MetricsLine]:
-    """Lines of ``metrics.jsonl`` as they are written, until the program has ended and all were read.
-
-    Args:
-        path: the file.
-        old: its size [bytes] when the program started; a resumed run first cuts off the lines after its checkpoint.
-        process: the program.
-    """
-    position, rest = old, b""
+    """Lines of ``metrics.jsonl`` after its first ``old`` bytes, until the program has ended and all were read."""
+    appended = AppendedLines(path, old)
     while True:
         ended = process.poll() is not None
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < position:
-                position, rest = size, b""
-            file.seek(position)
-            new = file.read()
-            position += len(new)
-            *complete, rest = (rest + new).split(b"\n")
-            for line in complete:
-                yield AnyMetricsLine.model_validate_json(line).root
+        lines, cut = appended.new()
+        for line in () if cut else lines:  # a resumed run first cuts off the lines after its checkpoint
+            yield AnyMetricsLine.model_validate_json(line).root
         if ended:
             return
         time.sleep(_INTERVAL)
@@ -351,15 +327,7 @@ def in_notebook() -> bool:
 
 
 def notebook_bar(name: str, rounds: int) -> Callable[[MetricsLine], None]:
-    """Show a progress bar below the cell.
-
-    Args:
-        name: name of the scenario.
-        rounds: number of rounds.
-
-    Returns:
-        A function that updates the bar with a line of ``metrics.jsonl``.
-    """
+    """Show a progress bar below the cell."""
     from IPython.display import HTML, display  # noqa: PLC0415 - there only in a notebook
 
     done, text = 0, "starting the silos"
@@ -476,7 +444,7 @@ def compare(
         command += ["--vary", f"{key}={','.join(plain)}"]
     if metrics is not None:
         command += ["--metric", ",".join(metrics)]
-    command += [part for setting in settings_of(keys) for part in ("--set", setting)]
+    command += _options(settings_of(keys))
     # On a terminal the program itself draws its progress line there; elsewhere its lines are passed on and kept.
     errors = None if progress and sys.stderr.isatty() else subprocess.PIPE
     process = subprocess.Popen(  # noqa: S603 - the program is this package

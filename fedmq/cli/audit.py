@@ -119,12 +119,7 @@ class _Options:
 
 
 def _audit(run: Path, options: _Options) -> int:
-    """Audit a run, print the result, and return the exit code.
-
-    Raises:
-        InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
-            computed or the model cannot be probed.
-    """
+    """Audit a run, print the result, and return the exit code."""
     from fedmq.storage.run_folder import RunFolder, require_folder  # noqa: PLC0415 - --help does without
 
     require_folder(run)
@@ -255,15 +250,7 @@ _SHOWN = 8
 def print_audit(
     audit: Audit, sentences: Verdict, console: Console, *, verbose: bool = False, silo: str | None = None
 ) -> None:
-    """Print the result of an audit: the verdict, what differs, what left, what holds and what does not.
-
-    Args:
-        audit: the audit.
-        sentences: its verdict.
-        console: where to print.
-        verbose: print every finding, event and process.
-        silo: print what this process sent in each round, and what happened to it.
-    """
+    """Print the result of an audit: the verdict, what differs, what left, what holds and what does not."""
     from fedmq.audit.report import outcome  # noqa: PLC0415 - --help does without
 
     style = "yellow" if audit.incomplete else "red" if audit.findings else "green"
@@ -275,7 +262,7 @@ def print_audit(
     if silo is not None:
         console.print(_rounds_table(audit, silo))
     else:
-        console.print(_table(audit) if verbose else _kinds_table(audit))
+        console.print(_kinds_table(audit, verbose=verbose))
     _print_events(audit, console, verbose=verbose, silo=silo)
     console.print(sentences.holds, style="green", markup=False)
     console.print(sentences.not_proven, style="yellow", markup=False)
@@ -339,12 +326,12 @@ _NUMBER: _Column = {"justify": "right", "no_wrap": True}
 _PAYLOADS = "payloads: size of their tensors"
 
 
-def _kinds_table(audit: Audit) -> Table:
-    """What left by kind: of all silos, of groups of like silos, of the evaluator and of the coordinator."""
+def _kinds_table(audit: Audit, *, verbose: bool) -> Table:
+    """What left by kind: of each process if verbose, else of all silos, of groups of like silos, and of the others."""
     from fedmq.audit.report import like_silos, payload_lines  # noqa: PLC0415 - --help does without
 
     table = Table(Column("what left", overflow="fold", max_width=27), Column("sent", **_NUMBER), _PAYLOADS)
-    groups = like_silos(audit)
+    groups = [] if verbose else like_silos(audit)
     silos = [silo for group in groups for silo in group]
     rows = [("all silos", silos)] if len(groups) > 1 else []
     rows += [(first_few(group, 3), group) for group in groups]
@@ -372,21 +359,4 @@ def _rounds_table(audit: Audit, silo: str) -> Table:
         if flow.process == printable(silo):
             when = flow.first[:19] + (f"\nto {flow.last[:19]}" if flow.last[:19] != flow.first[:19] else "")
             table.add_row(str(flow.round), escape(flow.kind), when, f"{flow.payloads:,}", tensor_text(flow.bytes))
-    return table
-
-
-def _table(audit: Audit) -> Table:
-    from fedmq.audit.report import payload_lines  # noqa: PLC0415 - --help does without
-
-    table = Table(
-        Column("process", overflow="fold"),
-        Column("records", **_NUMBER),
-        Column("sent", **_NUMBER),
-        _PAYLOADS,
-    )
-    for process in sorted(audit.records):
-        # A log may contain anything.
-        payloads = "\n".join(map(escape, payload_lines(audit, process)))
-        name = escape(printable(process))
-        table.add_row(name, f"{audit.records[process]:,}", size_text(audit.frames[process]), payloads or "-")
     return table

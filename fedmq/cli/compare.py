@@ -136,13 +136,7 @@ Processes = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """Options of both commands, as given; None for those that were not given.
-
-    Args:
-        kind: the command's name.
-        files: scenarios, or one comparison file.
-        source: the comparison file, if there is one.
-    """
+    """Options of both commands, as given; None for those that were not given."""
 
     kind: str
     files: list[Path]
@@ -218,11 +212,7 @@ def sweep_command(file: File, **given: Any) -> None:
 
 
 def _merged_options(options: Options) -> Options:
-    """Options of the command line over those of its comparison file; ``--select val`` turns varied keys into choices.
-
-    Raises:
-        InputError: the file is invalid, belongs to the other command or is not alone, or a sweep has nothing to vary.
-    """
+    """Options of the command line over those of a comparison file; ``--select val`` turns varied keys into choices."""
     from fedmq.experiments import files  # noqa: PLC0415 - brings torch, which --help does without
 
     read = {path: file for path in options.files if (file := files.read_comparison(path)) is not None}
@@ -277,11 +267,7 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPlan:
-    """The plan of a comparison.
-
-    Raises:
-        InputError: an option or its value is not allowed.
-    """
+    """The plan of a comparison."""
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -322,11 +308,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
 
 
 def carry_out(options: Options) -> None:
-    """Plan and execute a comparison, write its tables and plots, and print the result.
-
-    Raises:
-        InputError: an option is not allowed, or a folder cannot be written.
-    """
+    """Plan and execute a comparison, write its tables and plots, and print the result."""
     plan = plan_of(options)
     from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
@@ -349,7 +331,8 @@ def carry_out(options: Options) -> None:
         comparison = runner.carry_out(plan, place, progress, until_stopped)
     if comparison.stopped:
         exit_stopped(command_line())
-    table, title = tables.grid(comparison.rows, plan), _title(options)
+    table = tables.grid(comparison.rows, plan)
+    title = f"{options.kind}: {', '.join(map(str, [options.source] if options.source else options.files))}"
     _write_tables(comparison, plan, table, folder)
     if options.as_json:
         rows = tables.plain(comparison.rows)
@@ -369,14 +352,7 @@ def carry_out(options: Options) -> None:
 
 
 def workplace(runs: Path, jobs: int | None, *, processes: bool, quiet: bool) -> Workplace:
-    """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine.
-
-    Args:
-        runs: folder of the runs.
-        jobs: number of parallel runs; None for the number of cores, or half of it if a run has several processes.
-        processes: keep the scenarios' launcher.
-        quiet: show no progress.
-    """
+    """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine."""
     from fedmq.experiments import runner  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
 
@@ -416,11 +392,6 @@ def _report_problems(comparison: Comparison) -> None:
     if comparison.diverged:
         which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
         print_line(f"{which}; lower training.learning_rate", error=True)
-
-
-def _title(options: Options) -> str:
-    files = [options.source] if options.source else options.files
-    return f"{options.kind}: {', '.join(map(str, files))}"
 
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:

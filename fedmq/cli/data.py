@@ -104,11 +104,7 @@ def data_digest(
 
 
 def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
-    """What the processes of a run, or the silo of a site, have to state about their data.
-
-    Raises:
-        InputError: there is a site file in a simulated partition or none elsewhere, or the data cannot be read.
-    """
+    """What the processes of a run, or the silo of a site, have to state about their data."""
     from fedmq.config.site import read_site  # noqa: PLC0415
     from fedmq.federation.participant import SiteData  # noqa: PLC0415
     from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
@@ -236,11 +232,7 @@ def data_features(
 
 
 def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:
-    """Check the data of a scenario, or of a site file.
-
-    Raises:
-        InputError: the scenario and the site file do not fit together, or the data cannot be read.
-    """
+    """Check the data of a scenario, or of a site file."""
     from fedmq.config.site import is_site_file, read_site  # noqa: PLC0415 - --help does without
 
     if is_site_file(file):

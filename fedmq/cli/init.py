@@ -221,11 +221,7 @@ def _allowed(text: str, allowed: bool, what: str) -> str:
 
 
 def _answer(question: str, given: str | None, check: Callable[[str], T], default: object) -> T:
-    """The checked value of an option, or the answer to its question, which is repeated after a wrong one.
-
-    Raises:
-        InputError: the option's value is wrong.
-    """
+    """The checked value of an option, or the answer to its question, which is repeated after a wrong one."""
 
     def checked(text: str) -> T:
         try:

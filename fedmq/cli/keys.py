@@ -85,11 +85,7 @@ def keys_new(
 
 
 def _typed_passphrase() -> bytes:
-    """Ask for a passphrase, twice.
-
-    Raises:
-        InputError: there is no terminal to ask on.
-    """
+    """Ask for a passphrase, twice."""
     if sys.stdin is None or not sys.stdin.isatty():
         allowed = "one in FEDMQ_KEY_PASSPHRASE, in a file that FEDMQ_KEY_PASSPHRASE_FILE names, or typed on a terminal"
         raise InputError("keys new", "no passphrase", allowed)

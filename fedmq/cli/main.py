@@ -121,14 +121,6 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
 }
 
 
-def _add_commands() -> None:
-    for group, commands in _COMMANDS.items():
-        for name, command in commands.items():
-            app.command(name, rich_help_panel=group)(command)
-    app.add_typer(keys_app, name="keys", rich_help_panel="Operate")
-    app.add_typer(data_app, name="data", rich_help_panel="Start here")
-
-
 def _join_lines(group: typer.Typer) -> None:
     """Make every paragraph of the help of all commands one line, which the terminal breaks to its width.
 
@@ -142,7 +134,11 @@ def _join_lines(group: typer.Typer) -> None:
             _join_lines(inner.typer_instance)
 
 
-_add_commands()
+for _group, _commands in _COMMANDS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_group)(_command)
+app.add_typer(keys_app, name="keys", rich_help_panel="Operate")
+app.add_typer(data_app, name="data", rich_help_panel="Start here")
 _join_lines(app)
 
 

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import bar, err, out, starting
+from fedmq.cli.console import DIFFERENT, bar, err, out, starting
 from fedmq.cli.options import (
     AsJson,
     Device,
@@ -25,6 +27,7 @@ from fedmq.cli.options import (
     OwnKeys,
     OwnPolicy,
     ProcessOptions,
+    Quiet,
     Run,
     Seed,
     Settings,
@@ -34,26 +37,15 @@ from fedmq.cli.options import (
     silo_arguments,
 )
 from fedmq.cli.scenarios import print_results, resolved, resolved_file
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import counted, print_json, print_line, printable, size_text
-
-if TYPE_CHECKING:
-    from fedmq.runs.status import SiloStatus, StatusFile
-import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
-
-from fedmq.cli.console import DIFFERENT
-from fedmq.cli.options import Quiet
-from fedmq.errors import RunError
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.site import Site
+    from fedmq.runs.status import SiloStatus, StatusFile
     from fedmq.storage.run_folder import RunFolder
 
 #: Interval of ``--watch`` [s].
@@ -112,11 +104,7 @@ def status_command(
 
 
 def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
-    """Read the status of a run folder.
-
-    Raises:
-        InputError: there is no such run, or none is named.
-    """
+    """Read the status of a run folder."""
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
 
     if run is None:
@@ -135,11 +123,7 @@ def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
 
 
 def _from_coordinator(uri: str, keys: Path, name: str | None) -> Callable[[], StatusFile]:
-    """Query a coordinator for the status of its run.
-
-    Raises:
-        InputError: the address or a key is not usable.
-    """
+    """Query a coordinator for the status of its run."""
     from fedmq.wire.inquiry import ask_status  # noqa: PLC0415
     from fedmq.wire.keys import load_accepted, load_identity, private_names  # noqa: PLC0415
     from fedmq.wire.messages import COORDINATOR  # noqa: PLC0415
@@ -217,7 +201,9 @@ def _show(status: StatusFile, now: datetime) -> None:
     if status.phase not in ENDED_PHASES and age > _OLD_SECONDS:
         old = f"written {_ago(status.written, now)} ago: the coordinator is busy or not running"
         err.print(old, style="yellow")
-    refused = f", {_refused(status, now)}" if status.refused else ""
+    refused = f", {counted(sum(status.refused.values()), 'message')} refused" if status.refused else ""
+    if refused and status.last_refused_at is not None:
+        refused += f", the last {_ago(status.last_refused_at, now)} ago: {printable(status.last_refused)}"
     total = f"traffic: {size_text(status.up)} up, {size_text(status.down)} down{refused}"
     print_line(total)
     up, down = (Column(way, justify="right", no_wrap=True) for way in ("up", "down"))
@@ -232,14 +218,6 @@ def _show(status: StatusFile, now: datetime) -> None:
     for name, silo in sorted(peers.items()):
         if silo.error:
             print_line(f"{name}, last error: {printable(silo.error)}")
-
-
-def _refused(status: StatusFile, now: datetime) -> str:
-    total = sum(status.refused.values())
-    count = f"{counted(total, 'message')} refused"
-    if status.last_refused_at is None:
-        return count
-    return f"{count}, the last {_ago(status.last_refused_at, now)} ago: {printable(status.last_refused)}"
 
 
 def _task(silo: SiloStatus) -> str:
@@ -321,7 +299,10 @@ def replay_command(
 
     resolved_run = resolved(source, adopt=False)
     replay.require_repeatable(resolved_run.scenario, folder)
-    sites = _sites(resolved_run, folder, site or [], quiet=quiet)
+    own_data = resolved_run.scenario.data is None
+    if site and not own_data:
+        raise InputError("--site", str(site[0]), f"no site file: {folder.root} has a simulated partition")
+    sites = replay.sites_of(resolved_run, folder, site or [], None if quiet else bar()) if own_data else None
     before = replay.read_record(folder)
     after = _repeat(resolved_run, folder.root.name, before.resumed, sites, quiet=quiet)
     if after is None:
@@ -343,33 +324,10 @@ def replay_command(
         sys.exit(DIFFERENT)
 
 
-def _sites(run: ResolvedRun, folder: RunFolder, files: list[Path], *, quiet: bool) -> dict[str, Site] | None:
-    """The sites of a run whose sites have their own data; None for a simulated partition.
-
-    Raises:
-        InputError: their data are not on this machine, or site files are given for a run that has all data.
-    """
-    if run.scenario.data is not None:
-        if files:
-            raise InputError("--site", str(files[0]), f"no site file: {folder.root} has a simulated partition")
-        return None
-    from fedmq.audit.replay import sites_of  # noqa: PLC0415
-
-    return sites_of(run, folder, files, None if quiet else bar())
-
-
 def _repeat(
     run: ResolvedRun, name: str, resumed: int, sites: Mapping[str, Site] | None, *, quiet: bool
 ) -> Record | None:
-    """Repeat a run in a temporary folder; None if it was stopped before its end.
-
-    Args:
-        run: the run.
-        name: name of the run's folder.
-        resumed: how often the run was resumed.
-        sites: the sites by name, if they have their own data.
-        quiet: show no progress.
-    """
+    """Repeat a run in a temporary folder; None if it was stopped before its end."""
     from fedmq.audit import replay  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.launch import preparation, supervisor  # noqa: PLC0415

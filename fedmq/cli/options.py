@@ -110,15 +110,7 @@ SiloOut = Annotated[
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """Options of the command line with which a silo or the evaluator is started, each None if it is not given.
-
-    Args:
-        name: the process's name.
-        keys: folder of its keys.
-        connect: address of the coordinator.
-        device: its device.
-        out: folder for its log and state.
-    """
+    """Options of the command line with which a silo or the evaluator is started, each None if it is not given."""
 
     name: str | None
     keys: Path | None
@@ -129,16 +121,7 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """How a silo or the evaluator is started.
-
-    Args:
-        site: the site file; None without one.
-        name: the process's name.
-        keys: folder of its keys.
-        connect: address of the coordinator.
-        device: None for the scenario's.
-        out: folder for its log and state of this run.
-    """
+    """How a silo or the evaluator is started."""
 
     site: Site | None
     name: str
@@ -149,16 +132,7 @@ class Whereabouts:
 
     @classmethod
     def of(cls, run: ResolvedRun, site_file: Path | None, given: ProcessOptions) -> Whereabouts:
-        """Options of the command line, else the keys of the site file, else defaults.
-
-        Args:
-            run: the run.
-            site_file: the site file; None without one.
-            given: the options.
-
-        Raises:
-            InputError: the site file is invalid or does not fit the scenario, or a name or the keys are missing.
-        """
+        """Options of the command line, else the keys of the site file, else defaults."""
         from fedmq.config.site import Site, read_site  # noqa: PLC0415 - --help does without
         from fedmq.storage.cache import use_cache  # noqa: PLC0415
         from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
@@ -184,15 +158,7 @@ class Whereabouts:
 def silo_arguments(
     run: ResolvedRun, site_file: Path | None, policy: Path | None, given: ProcessOptions, logs: LogOptions | None = None
 ) -> SiloArguments:
-    """What a silo is started with, by its command or by the checks before it.
-
-    Args:
-        run: the run.
-        site_file: the site file; None without one.
-        policy: policy file; None for that of the site file.
-        given: options of the command line.
-        logs: the log for operators.
-    """
+    """What a silo is started with, by its command or by the checks before it."""
     here = Whereabouts.of(run, site_file, given)
     from silos.tasks import SiloArguments  # noqa: PLC0415 - imports torch
 
@@ -202,11 +168,7 @@ def silo_arguments(
 
 
 def check_fit(run: ResolvedRun, site: Site) -> None:
-    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs.
-
-    Raises:
-        InputError: names the key of the site file.
-    """
+    """Refuse a site file with data or modalities that the scenario does not use, or without data that it needs."""
     from fedmq.data import catalogue  # noqa: PLC0415 - --help does without
 
     if run.scenario.data is None:

@@ -65,9 +65,6 @@ def _references(command: str, names: Sequence[str] | None, known: Sequence[str])
     """The given names, or all known ones, each with its name in the registry.
 
     A Python file that the user names here may be executed from now on.
-
-    Raises:
-        InputError: a name is unknown, or a file cannot be used.
     """
     from fedmq.config import plug_ins  # noqa: PLC0415 - --help does without
 

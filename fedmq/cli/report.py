@@ -99,17 +99,7 @@ def _captions_of(method: str) -> Mapping[str, ReportedValue]:
 
 @contextlib.contextmanager
 def live_page(folder: RunFolder, run: ResolvedRun, port: int, *, live: bool) -> Iterator[None]:
-    """Serve the page of a run while the block runs, and print its address.
-
-    Args:
-        folder: the run folder.
-        run: the run.
-        port: port on 127.0.0.1; 0 chooses a free one.
-        live: whether to serve it at all.
-
-    Raises:
-        InputError: the port is in use, or a package is missing.
-    """
+    """Serve the page of a run while the block runs, and print its address."""
     if not live:
         yield
         return

@@ -165,20 +165,19 @@ def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, c
 
 @span("data")
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
-    """Prepare a run's data, print warnings on them, and return their folder.
-
-    Args:
-        run: the run.
-        created: run folder to remove if the data are refused.
-        inline: prepare them in this process.
-        quiet: show no progress.
-    """
+    """Prepare a run's data, print warnings on them, and return their folder; refused data remove the folder created."""
     from fedmq.data.prepared_arrays import open_prepared  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
 
     prepare = preparation.population_here if inline else preparation.prepare_population
-    with continued_by_repeating(), _removed_if_refused(created):
-        data = prepare(run, None if quiet else bar())
+    with continued_by_repeating():
+        try:
+            data = prepare(run, None if quiet else bar())
+        except BaseException:
+            if created is not None:
+                with contextlib.suppress(OSError):
+                    created.rmdir()
+            raise
     prepared = open_prepared(data)
     for line in (*(() if quiet else prepared.notes), *prepared.warnings):
         print_line(f"data: {printable(line)}", error=True)
@@ -189,24 +188,8 @@ def _notice(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _removed_if_refused(root: Path | None) -> Iterator[None]:
-    """Remove the folder, if it is still empty, when the block fails; None removes nothing."""
-    try:
-        yield
-    except BaseException:
-        if root is not None:
-            with contextlib.suppress(OSError):
-                root.rmdir()
-        raise
-
-
 def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:
-    """The scenario of a new run, or of the run to resume.
-
-    Raises:
-        InputError: there is none, or options contradict each other.
-    """
+    """The scenario of a new run, or of the run to resume."""
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     if resume is None:
@@ -221,11 +204,7 @@ def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir
 
 
 def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: bool = False) -> RunFolder:
-    """The folder of the run to resume.
-
-    Raises:
-        InputError: it has another scenario, or is finished and --extend is not given.
-    """
+    """The folder of the run to resume."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
@@ -244,11 +223,7 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
 
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
-    """The folder of a new run.
-
-    Raises:
-        InputError: it is not empty.
-    """
+    """The folder of a new run."""
     from fedmq.storage.run_folder import RunFolder, make_folder  # noqa: PLC0415
 
     if out_dir is None:
@@ -275,11 +250,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> None:
-    """Write the scenario of a new or an extended run into its folder; a new run claims the folder.
-
-    Raises:
-        InputError: another run has claimed it while this one prepared its data.
-    """
+    """Write the scenario of a new or an extended run into its folder; a new run claims the folder."""
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
@@ -384,11 +355,7 @@ def _on_full_disk(folder: RunFolder, resume: str) -> Iterator[None]:
 
 
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
-    """The folder of a new run, in which silos and the evaluator may already have started their logs.
-
-    Raises:
-        InputError: it is of another run, or has checkpoints already.
-    """
+    """The folder of a new run, in which silos and the evaluator may already have started their logs."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder  # noqa: PLC0415
 

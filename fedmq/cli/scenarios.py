@@ -78,16 +78,7 @@ def warn(runs: Iterable[ResolvedRun]) -> None:
 
 
 def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:
-    """Make the checks of a program that starts, and warn of settings without effect.
-
-    Args:
-        program: name of the program in :class:`fedmq.federation.preflight.Program`.
-        run: the run.
-        peer: the arguments of the silo or of the evaluator.
-
-    Raises:
-        FedmqError: the first problem.
-    """
+    """Make the checks of a program that starts, and warn of settings without effect."""
     from fedmq.federation.preflight import Program  # noqa: PLC0415
     from fedmq.launch import preflight  # noqa: PLC0415
 

@@ -20,7 +20,6 @@ from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.retrieval.gallery import Gallery
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
     from fedmq.runs.tables import Runs
@@ -70,11 +69,7 @@ AtSite = Annotated[
 def _released(
     folder: Path, device: str | None, silo: str | None, site: Path | None, show: Show
 ) -> Release | ModelFolder:
-    """A run, or the folder of a model without its run.
-
-    Raises:
-        InputError: it is neither, or a model without its run has no personal models.
-    """
+    """A run, or the folder of a model without its run."""
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
@@ -100,11 +95,7 @@ def _adopt_site(file: Path) -> str | None:
 
 
 def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) -> list[Runs]:
-    """The runs of a plot, named after the silo if a personal model is used.
-
-    Raises:
-        InputError: several runs with a site file, whose state is that of one run; or they are not found.
-    """
+    """The runs of a plot, named after the silo if a personal model is used."""
     from fedmq.storage.run_folder import require_folder  # noqa: PLC0415
 
     if site is not None and len(runs) > 1:
@@ -248,10 +239,6 @@ def export_command(
 
     released = _released(run, device, silo, site, show)
     gallery = galleries.export(released, chosen or site, show)
-    _print_gallery(gallery, as_json=as_json)
-
-
-def _print_gallery(gallery: Gallery, *, as_json: bool) -> None:
     facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
     files = sorted(path.name for path in gallery.folder.iterdir())
     if as_json:

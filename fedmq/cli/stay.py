@@ -35,19 +35,7 @@ BY_POLICY = "policy"
 def stay(
     site: Site, given: ProcessOptions, accept: Collection[str], policy: Path | None, logs: LogOptions | None
 ) -> NoReturn:
-    """Take part in one run after the other until a signal ends the process.
-
-    Args:
-        site: the site file, with its name, keys, address and folder, unless given as options.
-        given: options of the command line.
-        accept: SHA-256 (hex) of accepted scenarios, or :data:`BY_POLICY`.
-        policy: policy file; None for that of the site file.
-        logs: options of the log for operators.
-
-    Raises:
-        InputError: a key cannot be read, or a value of ``accept`` is not allowed.
-        RunError: the silo cannot continue, e.g. as its disk is full.
-    """
+    """Take part in one run after the other until a signal ends the process."""
     from fedmq.wire.channel import OtherRunError  # noqa: PLC0415 - imports torch
     from silos.program import run_silo  # noqa: PLC0415
 
@@ -111,18 +99,7 @@ def _asked(ask: Callable[[], StatusFile]) -> tuple[StatusFile | None, str]:
 
 
 def accepted_run(run_id: str, text: str, out: Path, accept: Collection[str], logger: Logger) -> ResolvedRun | None:
-    """A run that a coordinator offers, if its scenario is accepted here; accepted ones are kept in ``scenarios/``.
-
-    Args:
-        run_id: the id of the run.
-        text: its scenario as YAML.
-        out: the site's folder.
-        accept: SHA-256 (hex) of accepted scenarios, or :data:`BY_POLICY`.
-        logger: the log for operators.
-
-    Raises:
-        InputError: the scenario is invalid here, or not that of the run.
-    """
+    """A run that a coordinator offers, if its scenario is accepted here; accepted ones are kept in ``scenarios/``."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     kept, offered = (out / "scenarios" / f"{digest}{end}" for end in (".yaml", "-offered.yaml"))
     known = kept.is_file()

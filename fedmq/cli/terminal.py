@@ -85,7 +85,8 @@ def waited_for(status: Status) -> str:
         enough = "" if status.minimum is None else f"; starts with {status.minimum} silos, joined: {status.online}"
         return f"{name_some(status.missing)}{enough}"
     slow = [
-        f"{name_some([name])}, {'evaluating' if name == EVALUATOR else 'training'} for {took:.0f} s{_limit(limit)}"
+        f"{name_some([name])}, {'evaluating' if name == EVALUATOR else 'training'} for {took:.0f} s"
+        + ("" if limit is None else f" (limit {limit:.0f} s)")
         for name, took, limit in status.slow[:_SLOW_SHOWN]
     ]
     if len(status.slow) > _SLOW_SHOWN:
@@ -98,10 +99,6 @@ def _absent(status: Status) -> str:
     """The evaluator if it is not connected: the rounds continue without it, but the run cannot end."""
     gone = EVALUATOR in status.missing and status.phase not in ("gathering", "stopped")
     return name_some([EVALUATOR]) if gone else ""
-
-
-def _limit(limit: float | None) -> str:
-    return "" if limit is None else f" (limit {limit:.0f} s)"
 
 
 def _of_round(status: Status) -> str:
@@ -129,14 +126,7 @@ def _line(status: Status, eta: str) -> str:
 
 
 def status_table(status: Status, eta: str, title: str, custom: Sequence[Metric] = ()) -> Table:
-    """Status of a run, for a live display.
-
-    Args:
-        status: status as reported by the coordinator.
-        eta: time until the end, formatted.
-        title: title of the run.
-        custom: user-defined metrics.
-    """
+    """Status of a run, for a live display."""
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify, table.title_style = f"[bold]{escape(title)}[/bold]", "left", ""
     loss = "-" if status.loss is None else f"{status.loss:.4f}"
@@ -282,13 +272,6 @@ def _failed_at(summary: RunSummary) -> str:
     return f" ({first_few([f'{name} {counts[name]}' for name in first], _MANY)})" if first else ""
 
 
-def _head(folder: RunFolder) -> str:
-    """The head of the coordinator's log, in which the logs of all silos are anchored; empty without a log."""
-    path = folder.messages(COORDINATOR)
-    head = last_head(path) if path.exists() else None
-    return "" if head is None else f"log head     {head[1]}\n"
-
-
 def _audit(summary: RunSummary, folder: RunFolder) -> str:
     """The command that audits the run, after copying the logs that lie on other machines; empty without logs."""
     if not summary.messages.logged:
@@ -328,10 +311,13 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"memory of all processes {size_text(summary.processes.peak_pss_mb * 2**20)}\n"
         f"model digest {summary.model_digest}",
     )
+    paths = f"report       {folder.report}" if folder.report.exists() else "report       none: see the warning above"
+    log = folder.messages(COORDINATOR)
+    head = last_head(log) if log.exists() else None  # the logs of all silos are anchored in it
+    if head is not None:
+        paths = f"log head     {head[1]}\n{paths}"
     # Paths stay in one piece, to be copied.
-    report = f"report       {folder.report}" if folder.report.exists() else "report       none: see the warning above"
-    paths = f"{_head(folder)}{report}{_audit(summary, folder)}"
-    console.print(paths, markup=False, no_wrap=True, overflow="ignore", crop=False)
+    console.print(f"{paths}{_audit(summary, folder)}", markup=False, no_wrap=True, overflow="ignore", crop=False)
     for line in (*chosen_by_validation(summary), *items_left_out(summary)):
         say(console, line, "yellow")
     print_warnings(summary, folder, console)
@@ -354,15 +340,6 @@ def not_evaluated(summary: RunSummary) -> str:
     return f"the evaluator did not answer within the limit: version {versions} not evaluated{figures}"
 
 
-def _fail_if_not_evaluated(summary: RunSummary, command: str) -> None:
-    """Exit if the evaluator did not answer, and print the command that has the last version evaluated."""
-    if not (text := not_evaluated(summary)):
-        return
-    again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
-    err.print(f"{escape(text)}{again}", soft_wrap=True)
-    sys.exit(FAILED)
-
-
 def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_json: bool = False) -> None:
     """Print the result; exit if the evaluator did not answer; ``command`` then evaluates the last version."""
     if as_json:
@@ -370,4 +347,7 @@ def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_js
         print_warnings(summary, folder, err)
     else:
         print_summary(summary, folder, out)
-    _fail_if_not_evaluated(summary, command)
+    if text := not_evaluated(summary):
+        again = f"; evaluate it with [bold]{escape(command)}[/bold]" if summary.versions in summary.unevaluated else ""
+        err.print(f"{escape(text)}{again}", soft_wrap=True)
+        sys.exit(FAILED)

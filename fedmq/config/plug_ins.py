@@ -55,13 +55,7 @@ def names_found(package: str, group: str) -> tuple[str, ...]:
 
 
 def unknown(key: str, name: str, names: Collection[str]) -> InputError:
-    """The error of a name that is not a plug-in's.
-
-    Args:
-        key: scenario key that selects a plug-in.
-        name: the unknown name.
-        names: the known ones.
-    """
+    """The error of a name that is not a plug-in's."""
     return InputError(key, name, f"{one_of(name, names)}, or the path of your own Python file, ./mine.py")
 
 

@@ -138,16 +138,12 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
     Raises:
         InputError: the file cannot be read, or a key or value in it is not allowed.
     """
-    file = _shipped(file)
+    shipped = SCENARIOS / f"{file}.yaml"
+    if not file.exists() and file.suffix not in (".yaml", ".yml") and shipped.is_file():
+        file = shipped
     given = [*settings, *([f"seed={seed}"] if seed is not None else [])]
     overridden = tuple(setting.partition("=")[0] for setting in given)
     return Source(file, parse(apply_settings(read_yaml(file), given), file, overridden), overridden)
-
-
-def _shipped(file: Path) -> Path:
-    """The file of a scenario that comes with fedmq, if ``file`` is the name of one and no file."""
-    shipped = SCENARIOS / f"{file}.yaml"
-    return shipped if not file.exists() and file.suffix not in (".yaml", ".yml") and shipped.is_file() else file
 
 
 def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:
@@ -361,15 +357,7 @@ def _late_faults(scenario: Scenario) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------------- paths
 def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
-    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link.
-
-    Args:
-        scenario: scenario as read; relative paths start at the working directory.
-        weights: also make paths of existing backbone files and folders absolute.
-
-    Raises:
-        InputError: a path is invalid.
-    """
+    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link."""
     data, trace = scenario.data, scenario.participation.trace
     places = {key: getattr(data, key) for key in DATA_PATHS} if data is not None else {}
     parts: dict[str, dict[str, object]] = {

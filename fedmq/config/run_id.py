@@ -41,11 +41,7 @@ def without_machine(plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
-    """The part of a scenario that identifies a run.
-
-    Args:
-        plain: a complete scenario as plain data, as in ``scenario.yaml`` of a run folder.
-    """
+    """The part of a scenario that identifies a run."""
     facts = without_machine(plain)
     training = facts.get("training")
     if isinstance(training, Mapping):
@@ -56,31 +52,27 @@ def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def name_of(plain: Mapping[str, object]) -> str:
-    """The run's id on the wire: equal for equal scenarios, regardless of the machine and the paths of files.
-
-    Args:
-        plain: as for :func:`facts_of`.
-    """
+    """The run's id on the wire: equal for equal scenarios, regardless of the machine and the paths of files."""
     return f"{plain.get('name')}-{digest_of(plain)[:12]}"
 
 
 def folder_of(run: str, log: str) -> str:
-    """Folder of a standing silo for a run.
-
-    Args:
-        run: the run's id.
-        log: hash of the first record of the coordinator's log.
-    """
+    """Folder of a standing silo for a run."""
     return f"{run}-{log[:8]}"
 
 
 def digest_of(plain: Mapping[str, object]) -> str:
-    """SHA-256 (hex) of a scenario, of which the run's id has the first 12 digits.
-
-    Args:
-        plain: as for :func:`facts_of`.
-    """
+    """SHA-256 (hex) of a scenario, of which the run's id has the first 12 digits."""
     return hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested mappings as one, keys joined by dots as ``--set`` takes them; an empty mapping is a value."""
+    found: dict[str, object] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(inner, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
 
 
 #: A key with its section, or a key without one.
@@ -103,12 +95,7 @@ class KeyDigests(Stored):
 
     @classmethod
     def of(cls, scenario: Mapping[str, object], salt: bytes) -> KeyDigests:
-        """The digests of a scenario.
-
-        Args:
-            scenario: the complete scenario as plain data; keys that may differ between machines are left out.
-            salt: 16 random bytes.
-        """
+        """The digests of a scenario."""
         digests = ((key, _digest(salt, key, value)) for key, value in _values(facts_of(scenario)))
         return cls(salt=salt.hex(), keys=dict(sorted(digests)[:_MOST_KEYS]))
 

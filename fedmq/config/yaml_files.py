@@ -175,13 +175,7 @@ def _line_at(path: Path, location: Location) -> int | None:
 
 
 def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> str:
-    """File, line and key of a location; the setting instead of the line if the key was overridden.
-
-    Args:
-        path: the file.
-        location: of the value.
-        settings: keys given with ``--set``.
-    """
+    """File, line and key of a location; the setting instead of the line if the key was overridden."""
     key = ".".join(map(str, location))
     setting = max((name for name in settings if f"{key}.".startswith(f"{name}.")), key=len, default=None)
     if setting is not None:
@@ -193,15 +187,7 @@ def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> st
 def input_error(
     error: ValidationError, path: Path, raw: object, model: type[BaseModel], settings: Sequence[str] = ()
 ) -> InputError:
-    """The first error that pydantic found, as one line with file, line and key.
-
-    Args:
-        error: pydantic's error.
-        path: the file.
-        raw: what was validated.
-        model: the model, for suggestions of known keys.
-        settings: keys given with ``--set``.
-    """
+    """The first error that pydantic found, as one line with file, line and key."""
     # A misspelt key causes two errors, unknown and missing: the unknown key helps more.
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN)
     located = [(_as_written(details, raw), details) for details in errors]

@@ -282,13 +282,7 @@ class TunedMethod:
 
 @dataclass(frozen=True)
 class TunePlan:
-    """A checked tuning file.
-
-    Args:
-        source: the file.
-        spec: its content.
-        methods: methods in order.
-    """
+    """A checked tuning file."""
 
     source: Path
     spec: TuneFile

@@ -255,12 +255,7 @@ def entries(
 def _different_runs(
     file: Path, settings: tuple[str, ...], candidates: Sequence[tuple[str, ...]], resolve: Resolve
 ) -> tuple[str, ...]:
-    """The scenarios of a row's candidates as JSON.
-
-    Raises:
-        InputError: two of them train the same model, as they differ only in where the run is computed or what is
-            measured, so that none is better.
-    """
+    """The scenarios of a row's candidates as JSON."""
     runs, models = list[str](), dict[str, str]()
     for candidate in candidates:
         with _naming_option("--select", candidate):
@@ -330,13 +325,7 @@ def _own_method(file: Path, settings: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """A varied value as ``--set`` options; of a mapping one per key.
-
-    Args:
-        key: the varied key.
-        value: its value.
-        own: the file's method with its options, which a value that names the same method keeps.
-    """
+    """A varied value as ``--set`` options; of a mapping one per key."""
     if key == TOGETHER:
         return tuple(f"{name}={json.dumps(option, default=str)}" for name, option in value.items() if name != "name")
     method = {"name": value} if isinstance(value, str) else value
@@ -414,10 +403,6 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
     """A scenario as plain data, whose digest is part of names.
 
     Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios.
-
-    Args:
-        scenario: the resolved scenario.
-        leave_out: parts and keys to leave out.
     """
     facts = scenario.model_dump(mode="json", exclude={"track": True, **(leave_out or {})})
     for part, keys in (("data", ("path", "annotations", "images")), ("participation", ("trace",))):

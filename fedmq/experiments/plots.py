@@ -13,7 +13,6 @@ from markupsafe import Markup
 from fedmq.experiments.summary import Row
 from fedmq.experiments.tables import Grid
 from fedmq.runs.report.html import Figure, colour, document
-from fedmq.runs.results import FinishedRun
 from fedmq.text import is_float
 
 F64 = npt.NDArray[np.float64]
@@ -22,14 +21,7 @@ _LOGARITHMIC_FROM = 50.0
 
 
 def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
-    """Table, differences to the baseline, curves over merges and virtual time, each column against the varied value.
-
-    Args:
-        rows: rows of a comparison; at least one.
-        title: title of the page.
-        command: the command that made it.
-        table: the table of the rows.
-    """
+    """Table, differences to the baseline, curves over merges and virtual time, each column against the varied value."""
     runs = [outcome for row in rows for outcome in row.outcomes.values()]
     columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
     body = [[Markup("<b>{}</b>").format(cell.text) if cell.best else cell.text for cell in row] for row in table.body]
@@ -115,8 +107,8 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
     over, unit = ("virtual time", "virtual time [s]") if over_time else ("merges", "merges")
     figure = Figure(f"{metric} over {over}", unit, metric)
     for place, row in enumerate(rows):
-        courses = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
-        curves = [(x, y) for x, y in courses if len(x) > 1]
+        courses = [np.array(outcome.course(metric), float).reshape(-1, 3).T for outcome in row.outcomes.values()]
+        curves = [(now if over_time else version, y) for version, now, y in courses if len(y) > 1]
         if curves:
             x, values = on_common_grid(curves)
             std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(x))
@@ -124,24 +116,10 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
     return figure
 
 
-def _curve(outcome: FinishedRun, metric: str, *, over_time: bool) -> tuple[F64, F64]:
-    course = outcome.course(metric)
-    return (
-        np.array([now if over_time else version for version, now, _ in course], float),
-        np.array([value for _, _, value in course], float),
-    )
-
-
 def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
     """Interpolate several curves linearly at common places, from where all of them have begun.
 
     A run that has ended keeps its last value, so that the mean ends at the value of the tables.
-
-    Args:
-        curves: (x, y), each float64 [n] with its own n; x increasing.
-
-    Returns:
-        x [m] and the values [curves, m].
     """
     first = max(x[0] for x, _ in curves)
     grid = np.unique(np.concatenate([x[first <= x] for x, _ in curves]))

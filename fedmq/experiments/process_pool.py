@@ -59,14 +59,9 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of executing runs.
+    """Result of executing runs."""
 
-    Args:
-        errors: one line for each failed run, by name.
-        stopped: whether they were stopped before all were done.
-    """
-
-    errors: Mapping[str, str]
+    errors: Mapping[str, str]  # one line for each failed run, by name
     stopped: bool
 
 
@@ -79,17 +74,7 @@ def run_all(
     useless: Callable[[], Collection[str]] = tuple,
     clock: Clock | None = None,
 ) -> Ended:
-    """Execute jobs in order, several in parallel; a failure does not affect the others.
-
-    Args:
-        jobs: with different names.
-        at_once: number of parallel runs, at least 1.
-        report: called with the progress, about once a second and after each run.
-        stop_wanted: once true, no further run is started, and running ones receive a signal to stop.
-        useless: called at each look at the running jobs; returns names of jobs that are no longer needed. They are not
-            started, or receive a signal to stop, and their failure is no error.
-        clock: measures the time and pauses between looks; None for the wall clock.
-    """
+    """Execute jobs in order, several in parallel; a failure does not affect the others."""
     clock = clock or WallClock()
     waiting, running, errors = deque(jobs), dict[Job, subprocess.Popen[bytes]](), dict[str, str]()
     initial, ended, reported, signalled = dict[Job, float](), 0, -_REPORT_SECONDS, set[Job]()

@@ -182,20 +182,7 @@ def run_of(
     rounds: int | None = None,
     evaluate_every: int = 0,
 ) -> Run:
-    """The run of a row with the chosen settings; prepares its data in the cache.
-
-    Args:
-        entry: the row.
-        chosen: the candidate.
-        seed: seed of the run.
-        place: where and how runs are executed.
-        trial: evaluate on the validation split, at the end.
-        rounds: replaces the scenario's.
-        evaluate_every: rounds between the evaluations of a trial; 0 for only one, at the end.
-
-    Raises:
-        InputError: the data or the trace cannot be read, or the data cannot be partitioned as required.
-    """
+    """The run of a row with the chosen settings; prepares its data in the cache."""
     every = f"evaluation.every={evaluate_every}"
     split = ["evaluation.split=val", every, "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
@@ -229,11 +216,7 @@ def job_of(run: Run) -> jobs.Job:
 
 @contextmanager
 def exclusive_use(folder: Path) -> Iterator[None]:
-    """Lock a folder of runs; the kernel releases the lock when the process dies.
-
-    Raises:
-        InputError: it cannot be created or written, or another process has locked it.
-    """
+    """Lock a folder of runs; the kernel releases the lock when the process dies."""
     lock = folder / ".lock"
     with provisional_folder(folder), _opened(lock) as file:
         with writing(lock):
@@ -304,15 +287,7 @@ def _collected(
     runs: Mapping[tuple[str, int], Run],
     errors: Mapping[str, str],
 ) -> Comparison:
-    """The result of runs that are over.
-
-    Args:
-        plan: plan of the comparison.
-        chosen: selected settings, by row.
-        trials: runs on the validation split, by row and candidate.
-        runs: runs of the rows, by row and seed.
-        errors: one line for each run that ended with an error, by its title.
-    """
+    """The result of runs that are over."""
     everything = [(name, run) for (name, _), run in (*trials.items(), *runs.items())]
     merges = {run.name: after for _, run in everything if (after := run.diverged) is not None}
     diverged = {run.title: f"diverged after round {merges[run.name]}" for _, run in everything if run.name in merges}

@@ -48,12 +48,7 @@ class Statistic:
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
-    """Mean, standard deviation, and paired difference to a baseline with the same seeds.
-
-    Args:
-        values: values by seed.
-        baseline: values by seed; None for the baseline itself.
-    """
+    """Mean, standard deviation, and paired difference to a baseline with the same seeds."""
     from scipy import stats  # noqa: PLC0415 - takes a second to import
 
     sample = np.array([values[seed] for seed in sorted(values)])
@@ -156,16 +151,7 @@ def rows(
     chosen: Mapping[str, tuple[str, ...] | None],
     finished: Mapping[str, Mapping[int, FinishedRun]],
 ) -> tuple[Row, ...]:
-    """Statistics of every row against its baseline.
-
-    Args:
-        plan: plan of the comparison.
-        chosen: selected settings, by row.
-        finished: finished runs by row and seed.
-
-    Raises:
-        InputError: the baseline does not exist.
-    """
+    """Statistics of every row against its baseline."""
     results = dict(finished)
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}
@@ -254,12 +240,7 @@ EVALUATED = ("fairness", "per_silo_mean", "personal", "personal_fairness", "pers
 
 
 def allowed_instead(path: str, known: Collection[str]) -> str | None:
-    """What is allowed instead of a path that no summary has; None for a path that a summary may have.
-
-    Args:
-        path: with a dot.
-        known: names of metrics.
-    """
+    """What is allowed instead of a path that no summary has; None for a path that a summary may have."""
     head, _, name = path.partition(".")
     if head not in RunSummary.model_fields:
         return f"a value of the summary, e.g. {', '.join(nearest(head, RunSummary.model_fields))}"

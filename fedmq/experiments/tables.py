@@ -40,13 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, independent of its output format.
-
-    Args:
-        head: column titles.
-        body: rows of cells.
-        notes: explanations for the reader.
-    """
+    """A table, independent of its output format."""
 
     head: tuple[str, ...]
     body: tuple[tuple[Cell, ...], ...]
@@ -141,14 +135,7 @@ def _chosen(row: Row | None) -> list[Cell]:
 
 
 def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
-    """Explanations for the reader of a table.
-
-    Args:
-        rows: rows of the table.
-        plan: plan of the comparison.
-        selected: whether settings were selected among candidates.
-        compared: whether there are differences to a baseline.
-    """
+    """Explanations for the reader of a table."""
     several = len(plan.seeds) > 1
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -86,13 +86,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The result of a search.
-
-    Args:
-        trials: the trials that are over, by method and number.
-        best: the best finished trial of each method that has one.
-        stopped: whether it was stopped before all trials were over.
-    """
+    """The result of a search."""
 
     trials: tuple[Trial, ...]
     best: Mapping[str, Trial]
@@ -101,26 +95,13 @@ class Tuned:
 
 @dataclass
 class _Attempt:
-    """A trial under way.
-
-    Args:
-        method: the method that is tuned.
-        trial: Optuna's trial.
-        runs: its runs, one for each seed.
-        pruned_at: round at which it was pruned; None if it was not.
-        seen: evaluations by round, then by name of the run.
-    """
+    """A trial under way."""
 
     method: TunedMethod
     trial: Any
     runs: tuple[Run, ...]
-    pruned_at: int | None
-    seen: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def title(self) -> str:
-        """For display, e.g. ``rcsr trial 3``."""
-        return f"{self.method.name} trial {self.trial.number}"
+    pruned_at: int | None  # a round
+    seen: dict[int, dict[str, float]] = field(default_factory=dict)  # evaluations by round, then by name of the run
 
 
 def tune(
@@ -164,15 +145,14 @@ def tune(
     return Tuned(trials, _best(trials, maximise=search.maximise), stopped)
 
 
-def _best(trials: Iterable[Trial], *, maximise: bool) -> dict[str, Trial]:
+def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
     """The best finished trial of each method, of equal ones the first."""
-    best: dict[str, tuple[float, Trial]] = {}
-    for trial in trials:
-        if trial.state is TrialState.FINISHED and trial.value is not None:
-            value = trial.value if maximise else -trial.value
-            if trial.method not in best or value > best[trial.method][0]:
-                best[trial.method] = value, trial
-    return {method: trial for method, (_, trial) in best.items()}
+    finished = [trial for trial in trials if trial.state is TrialState.FINISHED and trial.value is not None]
+    sign = 1 if maximise else -1
+    return {
+        method: max((each for each in finished if each.method == method), key=lambda each: sign * (each.value or 0.0))
+        for method in dict.fromkeys(trial.method for trial in finished)
+    }
 
 
 def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
@@ -181,11 +161,7 @@ def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:
 
 
 def _claim(plan: TunePlan, folder: Path, place: Workplace) -> None:
-    """Write what identifies the search into its folder, or refuse the folder of another search.
-
-    Raises:
-        InputError: the folder belongs to another search.
-    """
+    """Write what identifies the search into its folder, or refuse the folder of another search."""
     names = [_runs_of(plan, method, as_settings(method.first), place)[0].name for method in plan.methods]
     path, facts = folder / "search.json", json.loads(json.dumps({**plan.facts, "first_runs": names}))
     if not os.path.lexists(path):
@@ -211,11 +187,7 @@ def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], pla
 
 
 def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
-    """Optuna's studies by method, those in the journal or new ones.
-
-    Raises:
-        InputError: Optuna cannot read the journal, or a trial in it is none of this search.
-    """
+    """Optuna's studies by method, those in the journal or new ones."""
     if os.path.lexists(journal):
         check_regular(journal, _ALLOWED, _MOST_BYTES)
     cut_unfinished(journal)
@@ -281,18 +253,7 @@ def _value(stored: Any) -> Any:
 
 
 class _Search:
-    """Proposes, executes and judges trials.
-
-    Args:
-        optuna: the package.
-        plan: plan of the search.
-        place: where and how runs are executed.
-        journal: file in which the trials are recorded.
-        studies: studies by method.
-        report: called with the progress.
-        stop_wanted: whether to stop.
-        clock: measures the time and pauses.
-    """
+    """Proposes, executes and judges trials."""
 
     def __init__(
         self,
@@ -415,26 +376,19 @@ class _Search:
                 continue
             mean = sum(values.values()) / len(values)
             # The decision is recorded before the value: after a crash in between, only the value is added.
-            if attempt.pruned_at is None and self._falls_behind(study, number, version, mean):
-                attempt.pruned_at = version
-                with writing(self._journal):
-                    attempt.trial.set_user_attr("pruned_at", version)
+            if attempt.pruned_at is None:
+                trial = study.trials[number]
+                trial.intermediate_values[version] = mean
+                if study.pruner.prune(study, trial):
+                    attempt.pruned_at = version
+                    with writing(self._journal):
+                        attempt.trial.set_user_attr("pruned_at", version)
             with writing(self._journal):
                 attempt.trial.report(mean, version)
 
-    def _falls_behind(self, study: Any, number: int, version: int, value: float) -> bool:
-        """Whether the pruner stops a trial with this value in a round."""
-        trial = study.trials[number]
-        trial.intermediate_values[version] = value
-        return bool(study.pruner.prune(study, trial))
-
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
-        """Record the outcome of a trial.
-
-        Raises:
-            InputError: its runs have no such metric.
-        """
+        """Record the outcome of a trial."""
         state, values, reason = self._judged(attempt)
         states = self._optuna.trial.TrialState
         study, number = self._studies[attempt.method.name], attempt.trial.number

@@ -71,12 +71,7 @@ CaptionsOf = Callable[[str], "Mapping[str, ReportedValue]"]
 
 @dataclass
 class GrowingRun:
-    """The records of a run as they are written; each call of :meth:`update` reads only what is new.
-
-    Args:
-        folder: the run folder.
-        captions: how to show the values that the method reports of its merges.
-    """
+    """The records of a run as they are written; each call of :meth:`update` reads only what is new."""
 
     folder: RunFolder
     captions: Mapping[str, ReportedValue]
@@ -165,13 +160,7 @@ def _update(run: GrowingRun) -> str:
 
 
 def live_app(folder: RunFolder, token: str, captions: Mapping[str, ReportedValue]) -> Any:
-    """The pages of one run: ``/`` and the stream ``/events``.
-
-    Args:
-        folder: the run folder, which may not exist yet.
-        token: the token that every request must carry.
-        captions: how to show the values that the method reports of its merges.
-    """
+    """The pages of one run: ``/`` and the stream ``/events``."""
     responses = package("starlette.responses", "live", "--live")
 
     async def page(_: Any) -> Any:
@@ -267,36 +256,24 @@ def rows_of(root: Path) -> list[RunRow]:
 
 def _row(folder: RunFolder, name: str) -> RunRow:
     scenario = load(folder.scenario)
-    data = "own" if scenario.data is None else scenario.data.name
+    method, seed, state, version = scenario.protocol.label, scenario.seed, "not started", 0
+    metrics: Mapping[str, float] = {}
+    gallery, last = None, folder.scenario
     if folder.summary.is_file():
-        summary = with_own_figures(read_summary(folder))
-        written = folder.summary.stat().st_mtime
-        gallery = gallery_of(summary)
-        metrics, items = _brief(meaningful(summary.metrics, gallery)), _items(gallery)
-        method, seed = summary.protocol, summary.seed
-        return RunRow(name, method, seed, "finished", summary.versions, metrics, written, data, items)
-    method, seed = scenario.protocol.label, scenario.seed
-    if folder.status.is_file():
-        status = read_status(folder.status)
-        gallery = gallery_of_status(status)
-        metrics, items = _brief(meaningful(status.metrics, gallery)), _items(gallery)
-        state, written = _STATES.get(status.phase, status.phase), folder.status.stat().st_mtime
-        return RunRow(name, method, seed, state, status.round, metrics, written, data, items)
-    return RunRow(name, method, seed, "not started", 0, {}, folder.scenario.stat().st_mtime, data, "")
-
-
-def _items(gallery: Gallery | None) -> str:
-    return "" if gallery is None else gallery.items
+        summary, last = with_own_figures(read_summary(folder)), folder.summary
+        method, seed, state, version = summary.protocol, summary.seed, "finished", summary.versions
+        metrics, gallery = summary.metrics, gallery_of(summary)
+    elif folder.status.is_file():
+        status, last = read_status(folder.status), folder.status
+        state, version = _STATES.get(status.phase, status.phase), status.round
+        metrics, gallery = status.metrics, gallery_of_status(status)
+    data, items = "own" if scenario.data is None else scenario.data.name, "" if gallery is None else gallery.items
+    shown = _brief(meaningful(metrics, gallery))
+    return RunRow(name, method, seed, state, version, shown, last.stat().st_mtime, data, items)
 
 
 def board_app(root: Path, token: str, captions_of: CaptionsOf) -> Any:
-    """The pages of all runs in a folder: the table, each run's report or live page, and several side by side.
-
-    Args:
-        root: folder of run folders.
-        token: the token that every request must carry.
-        captions_of: how to show the values that a method, by name, reports of its merges.
-    """
+    """The pages of all runs in a folder: the table, each run's report or live page, and several side by side."""
     responses = package("starlette.responses", "live", "fedmq board")
 
     def folder_of(name: str) -> RunFolder | None:

@@ -43,17 +43,10 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class ThreadSpans:
-    """The spans of a thread, well nested.
-
-    Args:
-        process: the name of its process.
-        file: name of the process's file, one for each start of the process.
-        thread: its name.
-        events: in order; each span that opens closes.
-    """
+    """The spans of a thread, well nested."""
 
     process: str
-    file: str
+    file: str  # one for each start of the process
     thread: str
     events: tuple[Event, ...]
 
@@ -213,12 +206,7 @@ def share(spent: Mapping[str, float], name: str) -> float:
 
 
 def speedscope(threads: Sequence[ThreadSpans], name: str) -> dict[str, object]:
-    """A file for speedscope: a profile for each thread, on a common time axis.
-
-    Args:
-        threads: the threads of :func:`read`.
-        name: name of the run.
-    """
+    """A file for speedscope: a profile for each thread, on a common time axis."""
     frames: dict[str, int] = {}
     first = min((each.events[0].at for each in threads), default=0.0)
     last = max((each.events[-1].at for each in threads), default=0.0)
@@ -245,12 +233,7 @@ def speedscope(threads: Sequence[ThreadSpans], name: str) -> dict[str, object]:
 
 
 def write(folder: RunFolder) -> Profile:
-    """Write ``profile.speedscope.json`` and ``phases.csv`` next to the files of a run's processes.
-
-    Raises:
-        InputError: a file cannot be written there.
-        DiskError: the disk is full or broken.
-    """
+    """Write ``profile.speedscope.json`` and ``phases.csv`` next to the files of a run's processes."""
     threads = read(folder.profile)
     profile = Profile.of(threads)
     write_bytes(folder.speedscope, json.dumps(speedscope(threads, folder.root.name), separators=(",", ":")).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, cast
@@ -74,22 +75,18 @@ class _Collector:
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
-        metrics = GaugeMetricFamily("fedmq_metric", "Metrics of the latest round evaluated.", labels=["metric"])
-        for name, value in status.metrics.items():
-            metrics.add_metric([name], value)
-        yield metrics
-        phases = GaugeMetricFamily("fedmq_silos", "Silos by phase.", labels=["phase"])
-        for phase in SiloPhase:
-            phases.add_metric([phase.value], sum(silo.phase is phase for silo in status.silos.values()))
-        yield phases
-        traffic = CounterMetricFamily("fedmq_payload_bytes", "Bytes of payload tensors.", labels=["direction"])
-        traffic.add_metric(["up"], status.up)
-        traffic.add_metric(["down"], status.down)
-        yield traffic
-        refused = CounterMetricFamily("fedmq_refused_messages", "Refused messages by reason.", labels=["reason"])
-        for reason, count in status.refused.items():
-            refused.add_metric([reason], count)
-        yield refused
+        phases = Counter(silo.phase for silo in status.silos.values())
+        traffic = {"up": status.up, "down": status.down}
+        for kind, name, text, label, values in (
+            (GaugeMetricFamily, "fedmq_metric", "Metrics of the latest round evaluated.", "metric", status.metrics),
+            (GaugeMetricFamily, "fedmq_silos", "Silos by phase.", "phase", {each: phases[each] for each in SiloPhase}),
+            (CounterMetricFamily, "fedmq_payload_bytes", "Bytes of payload tensors.", "direction", traffic),
+            (CounterMetricFamily, "fedmq_refused_messages", "Refused messages by reason.", "reason", status.refused),
+        ):
+            family = kind(name, text, labels=[label])
+            for key, number in values.items():
+                family.add_metric([str(key)], number)
+            yield family
 
 
 def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], None]:

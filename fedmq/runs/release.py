@@ -153,13 +153,7 @@ def digests_of(record: RunSummary | ReleaseConfig) -> dict[str, str]:
 
 
 def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) -> dict[str, str]:
-    """Digests (hex) of a release by name in messages; ``nothing`` if the data have none.
-
-    Args:
-        model: digest of the parameters.
-        data: digest of the prepared data's content.
-        with_it: digests of the payloads released with the model, by kind.
-    """
+    """Digests (hex) of a release by name in messages; ``nothing`` if the data have none."""
     return {"a model": model, "data": data or "nothing", **with_it}
 
 
@@ -190,14 +184,7 @@ class Signature(Stored):
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification found.
-
-    Args:
-        signer: name of the key, as the signature states it.
-        key: the public key that signed.
-        files: number of signed files.
-        differences: a line for each file that differs; empty if the folder is as it was signed.
-    """
+    """What a verification found."""
 
     signer: str
     key: Ed25519PublicKey
@@ -269,11 +256,7 @@ def _signed(signer: str, files: Mapping[str, str]) -> bytes:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 (hex) of each file of a folder, by its path in it.
-
-    Raises:
-        InputError: it is not a folder, has too many files, or a link, pipe or device in it.
-    """
+    """SHA-256 (hex) of each file of a folder, by its path in it."""
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", "the folder of a released model")
     digests: dict[str, str] = {}
@@ -309,14 +292,7 @@ _CARD = Path(__file__).parent / "report" / "templates" / "model_card.md.template
 
 
 def model_card(config: ReleaseConfig, summary: RunSummary, label: str, split: str) -> str:
-    """The text of the card (Markdown, with the front matter that model hubs read).
-
-    Args:
-        config: configuration of the released model.
-        summary: summary of its run.
-        label: the method's name for display.
-        split: the evaluated split.
-    """
+    """The text of the card (Markdown, with the front matter that model hubs read)."""
     summary = with_own_figures(summary)
     gallery = gallery_of(summary)
     metrics = meaningful(summary.metrics, gallery)

@@ -51,18 +51,11 @@ class Gallery:
 
         The variance of a proportion p of n queries is p (1 - p) / n; n is twice the queries of the direction that has
         fewer, because captions of one image are not independent.
-
-        Args:
-            recall: the mean R@1.
         """
         return max(self.step, math.sqrt(max(0.0, recall * (1 - recall)) * self.step))
 
     def certain(self, name: str) -> bool:
-        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model.
-
-        Args:
-            name: name of the metric, or its path in a summary, e.g. ``personal.mean_r10``.
-        """
+        """Whether a metric is recall@k with k at least the size of the gallery, which is 1 for any model."""
         match = _RECALL.fullmatch(name.rpartition(".")[2])
         if match is None:
             return False
@@ -71,11 +64,7 @@ class Gallery:
         return int(match["k"]) >= sizes[match["way"]]
 
     def remarks(self, values: Mapping[str, float]) -> list[str]:
-        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery.
-
-        Args:
-            values: the measured metrics by name.
-        """
+        """Sentences on recalls that are not shown, and on coarse metrics; empty for a large gallery."""
         sentences = []
         hidden = list(dict.fromkeys(metric.heading for metric in shown(values) if self.certain(metric.name)))
         if hidden:
@@ -138,12 +127,7 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> Iterator[str]:
-    """Lines that warn that a run trained only in part, hardly at all, or made the model worse.
-
-    Args:
-        summary: summary of the run.
-        untrained: metrics of the untrained model.
-    """
+    """Lines that warn that a run trained only in part, hardly at all, or made the model worse."""
     without_task, not_merged = summary.without_part
     if without_task:
         yield (

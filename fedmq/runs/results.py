@@ -129,19 +129,6 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True)
-class Personal:
-    """One evaluation of the personal models.
-
-    Args:
-        now: the run's time of that version [s].
-        line: line of ``metrics.jsonl``.
-    """
-
-    now: float
-    line: PersonalLine
-
-
-@dataclass(frozen=True)
 class FinishedRun:
     """A finished run.
 
@@ -149,7 +136,7 @@ class FinishedRun:
         folder: the run folder.
         summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: evaluations in order of versions.
-        personal: evaluations of the personal models during the run, in order of versions.
+        personal: evaluations of the personal models in order of versions, each with the run's time of its version [s].
         custom_metrics: entries of the user-defined metrics that it measured.
         gallery: the gallery of its queries; None if unknown.
     """
@@ -157,7 +144,7 @@ class FinishedRun:
     folder: RunFolder
     summary: RunSummary | None
     evaluations: tuple[EvaluationResult, ...]
-    personal: tuple[Personal, ...] = ()
+    personal: tuple[tuple[float, PersonalLine], ...] = ()
     custom_metrics: tuple[Metric, ...] = ()
     gallery: Gallery | None = None
 
@@ -188,7 +175,7 @@ class FinishedRun:
         part, _, name = metric.partition(".")
         points: list[tuple[int, float, float | None]]
         if metric.startswith("personal"):
-            points = [(each.line.version, each.now, _number(each.line.plain(), metric)) for each in self.personal]
+            points = [(line.version, now, _number(line.plain(), metric)) for now, line in self.personal]
         elif part in ("fairness", "per_silo_mean"):
             points = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
         else:
@@ -237,7 +224,7 @@ def read(folder: RunFolder) -> FinishedRun:
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
-    evaluations, personal = dict[int, EvaluationResult](), dict[int, Personal]()
+    evaluations, personal = dict[int, EvaluationResult](), dict[int, tuple[float, PersonalLine]]()
     for line in (*shared_evaluations(lines), *(line for line in lines if not isinstance(line, EvaluationLine))):
         version = line.version
         if version not in times:
@@ -248,7 +235,7 @@ def read(folder: RunFolder) -> FinishedRun:
             fairness = fairness_of(line.per_silo)
             evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness, mean)
         elif isinstance(line, PersonalLine):
-            personal[version] = Personal(times[version], line)
+            personal[version] = times[version], line
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.clock import WallClock
+from fedmq.config.run_id import flat
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
@@ -44,7 +44,7 @@ def check(
             it would continue without messages after starting with them, or the reverse: an audit could then cover only
             a part of it.
     """
-    old, new = (_flat(run_facts(each)) for each in (before, scenario))
+    old, new = (flat(run_facts(each)) for each in (before, scenario))
     old["rounds"], new["rounds"] = before.rounds, scenario.rounds  # an extended run has more than its id says
     differ = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     if differ:
@@ -81,14 +81,6 @@ def _started_inline(path: Path) -> bool | None:
     except InputError:
         return None
     return any(isinstance(record, NoteRecord) and record.event is LogEvent.INLINE for record in first)
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def extended(scenario: Scenario, rounds: int) -> Scenario:
@@ -140,17 +132,11 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What can be removed from a finished run.
-
-    Args:
-        paths: folders of checkpoints and files of personal states.
-        size: bytes that their removal frees.
-        kept: why something is kept; empty if nothing is.
-    """
+    """What can be removed from a finished run."""
 
     paths: tuple[Path, ...]
-    size: int
-    kept: str
+    size: int  # bytes that their removal frees
+    kept: str  # why something is kept; empty if nothing is
 
 
 def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:

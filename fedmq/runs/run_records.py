@@ -35,11 +35,7 @@ def _built_in(name: str) -> Metric | None:
 
 
 def check_bounds(values: Mapping[str, float]) -> None:
-    """Check values by metric name; the bounds of user-defined metrics are in their own entries, and not checked here.
-
-    Raises:
-        ValueError: a value of a built-in metric is out of its bounds.
-    """
+    """Raise ValueError if a built-in metric is out of its bounds; those of user-defined ones are in their entries."""
     for name, value in values.items():
         if (metric := _built_in(name)) is not None and (wrong := metric.objection(value)) is not None:
             raise ValueError(wrong)

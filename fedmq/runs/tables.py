@@ -61,15 +61,7 @@ class Runs:
 
 
 def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
-    """The runs in some folders, without duplicates; equal names are completed by the folder.
-
-    Args:
-        paths: folders of runs, or folders written by ``fedmq compare`` or ``fedmq sweep``.
-        silo: appended to the names, if the silo's personal models are used.
-
-    Raises:
-        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not there.
-    """
+    """The runs in some folders, without duplicates; equal names are completed by the folder."""
     runs: list[Runs] = []
     for path in dict.fromkeys(paths):
         is_run = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()

@@ -55,15 +55,9 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """A number of a line of ``metrics.jsonl``.
+    """A number of a line of ``metrics.jsonl``."""
 
-    Args:
-        silo: the silo that it is about; empty for the whole run.
-        name: e.g. ``evaluation/mean_r1``; of a silo e.g. ``mean_r1``.
-        value: the number.
-    """
-
-    silo: str
+    silo: str  # empty for the whole run
     name: str
     value: float
 
@@ -75,14 +69,7 @@ class Value:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker records at the start of a run.
-
-    Args:
-        folder: the run folder.
-        id: id of the run on the wire.
-        parameters: scenario keys with dots, and their values.
-        rounds: number of its rounds.
-    """
+    """What a tracker records at the start of a run."""
 
     folder: RunFolder
     id: str
@@ -108,7 +95,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """An open tracker.
+    """An open tracker, made with a run and the key of its tracked run if an earlier process has begun it.
 
     Attributes:
         key: identifies the tracker's run, so that a resumed run continues it.
@@ -120,7 +107,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """Record the values of one line.
+        """Write the values of one line.
 
         Args:
             values: values of the line.
@@ -129,53 +116,37 @@ class Tracker(ABC):
         """
 
     @abstractmethod
-    def flush(self) -> None:
-        """Write what was recorded."""
-
-    @abstractmethod
     def finish(self, end: End, result: Mapping[str, float]) -> None:
-        """Record the files and the result, and close the tracker's run.
-
-        Args:
-            end: how the process ended.
-            result: metrics of the summary; empty if the run is not finished.
-        """
+        """Write the files and, of a finished run, the metrics of its summary, and close the tracker's run."""
 
 
 def values_of(line: MetricsLine) -> list[Value]:
     """The numbers of a line of ``metrics.jsonl``."""
+    by_silo: Mapping[str, Mapping[str, float]]
     match line:
         case MergeLine():
             late = line.staleness
             numbers = {"replies": float(len(line.replies)), "run_seconds": line.now, **line.reported}
             numbers |= {} if line.loss is None else {"loss": line.loss}
             numbers |= {"staleness": sum(late) / len(late)} if late else {}
-            whole = {f"merge/{name}": value for name, value in numbers.items()}
-            return _values(whole) + _by_silo({silo: {"loss": loss} for silo, loss in line.losses.items()})
+            whole, by_silo = _under("merge", numbers), {silo: {"loss": loss} for silo, loss in line.losses.items()}
         case EvaluationLine():
-            return _values(_under("evaluation", line.metrics)) + _by_silo(line.per_silo)
+            whole, by_silo = _under("evaluation", line.metrics), line.per_silo
         case OwnHeldOutLine():
             whole = _under("own_heldout", line.metrics)
-            return _values(whole) + _by_silo(
-                {silo: _under("own_heldout", measured.figures) for silo, measured in line.per_silo.items()}
-            )
+            by_silo = {silo: _under("own_heldout", measured.figures) for silo, measured in line.per_silo.items()}
         case PersonalLine():
             whole = _under("personal", line.personal)
-            return _values(whole) + _by_silo(
-                {silo: _under("personal", measured) for silo, measured in line.personal_per_silo.items()}
-            )
+            by_silo = {silo: _under("personal", measured) for silo, measured in line.personal_per_silo.items()}
+    return [
+        Value(silo, name, float(value))
+        for silo, metrics in {"": whole, **by_silo}.items()
+        for name, value in metrics.items()
+    ]
 
 
 def _under(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
-
-
-def _values(metrics: Mapping[str, float], silo: str = "") -> list[Value]:
-    return [Value(silo, name, float(value)) for name, value in metrics.items()]
-
-
-def _by_silo(metrics: Mapping[str, Mapping[str, float]]) -> list[Value]:
-    return [value for silo, own in metrics.items() for value in _values(own, silo)]
 
 
 def check(names: Sequence[str]) -> None:
@@ -189,14 +160,8 @@ def check(names: Sequence[str]) -> None:
             raise InputError(f"track: {name}", f"package {_PACKAGES[name]} missing", install_hint(_EXTRA))
 
 
-# ------------------------------------------------------------------------------------------------------------- CSV
 class CsvFiles(Tracker):
-    """``parameters.csv``, ``metrics.csv`` with one row per number, and ``result.csv``.
-
-    Args:
-        run: the run.
-        key: key of the earlier process; files are continued.
-    """
+    """``parameters.csv``, ``metrics.csv`` with one row per number, and ``result.csv``."""
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
         self._folder = run.own_folder("csv")
@@ -212,9 +177,6 @@ class CsvFiles(Tracker):
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         self._rows.writerows((f"{at:.3f}", version, value.silo, value.name, value.value) for value in values)
-
-    @override
-    def flush(self) -> None:
         self._file.flush()
 
     @override
@@ -231,14 +193,8 @@ def _write_table(path: Path, head: Sequence[str], rows: Any) -> None:
         writer.writerows(map(csv_cell, row) for row in rows)
 
 
-# ----------------------------------------------------------------------------------------------------- TensorBoard
 class TensorBoard(Tracker):
-    """Event files in ``trackers/tensorboard``; a resumed run adds another one.
-
-    Args:
-        run: the run.
-        key: key of the earlier process.
-    """
+    """Event files in ``trackers/tensorboard``; a resumed run adds another one."""
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
         package("tensorboard", _EXTRA, "track: tensorboard")
@@ -254,9 +210,6 @@ class TensorBoard(Tracker):
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         for value in values:
             self._writer.add_scalar(value.tag, value.value, version, walltime=at)
-
-    @override
-    def flush(self) -> None:
         self._writer.flush()
 
     @override
@@ -281,7 +234,6 @@ def _plain(value: object) -> bool | int | float | str:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-# ---------------------------------------------------------------------------------------------------------- MLflow
 #: Metrics that MLflow accepts in one call.
 _BATCH = 1000
 #: Parameters likewise.
@@ -290,12 +242,7 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-./: ]")
 
 
 class MLflow(Tracker):
-    """A run of the experiment ``fedmq`` in the folder ``mlruns`` next to the run folder, or at MLFLOW_TRACKING_URI.
-
-    Args:
-        run: the run.
-        key: MLflow's id of the run, to continue it.
-    """
+    """A run of the experiment ``fedmq`` in the folder ``mlruns`` next to the run folder, or at MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -311,7 +258,6 @@ class MLflow(Tracker):
         self.where = f"MLflow at {uri}"
         self._run, self._client = run, mlflow.MlflowClient(uri)
         self._metric, self._param = mlflow.entities.Metric, mlflow.entities.Param
-        self._pending: list[Any] = []
         if key is not None:
             self.key = key
             self._client.update_run(key, status="RUNNING")
@@ -332,27 +278,21 @@ class MLflow(Tracker):
 
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        for value in values:
-            name = _NOT_IN_MLFLOW.sub("_", value.tag)
-            self._pending.append(self._metric(name, value.value, int(at * 1000), version))
-
-    @override
-    def flush(self) -> None:
-        while self._pending:
-            self._client.log_batch(self.key, metrics=self._pending[:_BATCH])
-            del self._pending[:_BATCH]
+        metrics = [
+            self._metric(_NOT_IN_MLFLOW.sub("_", value.tag), value.value, int(at * 1000), version) for value in values
+        ]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self.key, metrics=metrics[start : start + _BATCH])
 
     @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:
         """Record the files and the result; a stopped run is KILLED until it is resumed."""
-        self.flush()
         for path in self._run.files:
             self._client.log_artifact(self.key, str(path))
         status = {End.FINISHED: "FINISHED", End.STOPPED: "KILLED", End.FAILED: "FAILED"}
         self._client.set_terminated(self.key, status[end])
 
 
-# ----------------------------------------------------------------------------------------------- Weights & Biases
 #: W&B records the run's values and files only: nothing about the machine, the code or the packages.
 _WANDB_SETTINGS: Mapping[str, object] = {
     "silent": True,
@@ -365,12 +305,7 @@ _WANDB_SETTINGS: Mapping[str, object] = {
 
 
 class WeightsAndBiases(Tracker):
-    """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise.
-
-    Args:
-        run: the run.
-        key: W&B's id of the run, to continue it.
-    """
+    """A run of the project ``fedmq``, offline in ``trackers/wandb`` unless WANDB_MODE says otherwise."""
 
     def __init__(self, run: TrackedRun, key: str | None) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -398,9 +333,6 @@ class WeightsAndBiases(Tracker):
     @override
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         self._wandb.log({**{value.tag: value.value for value in values}, "version": version, "_timestamp": at})
-
-    def flush(self) -> None:
-        """Do nothing: W&B's own process writes."""
 
     @override
     def finish(self, end: End, result: Mapping[str, float]) -> None:

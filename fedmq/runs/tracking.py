@@ -16,6 +16,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from fedmq.config.resolve import ResolvedRun
+from fedmq.config.run_id import flat
 from fedmq.errors import FedmqError, InputError
 from fedmq.packages import __version__
 from fedmq.runs.results import read_summary, with_own_figures
@@ -76,14 +77,7 @@ class _Open:
 
 
 class _Follower:
-    """Passes lines on in a separate thread.
-
-    Args:
-        run: the facts that trackers record at the start.
-        names: names of the trackers.
-        notice: called with one line for a tracker that fails, and at the end with where the others write.
-        trackers: functions that open trackers, by name.
-    """
+    """Passes lines on in a separate thread."""
 
     def __init__(self, run: TrackedRun, names: tuple[str, ...], notice: Notice, trackers: Mapping[str, Open]) -> None:
         self._run, self._names, self._notice, self._openers = run, names, notice, trackers
@@ -154,7 +148,6 @@ class _Follower:
                 for line in filter(opened.is_new, lines):
                     at = time.time() if line.wall is None else datetime.fromisoformat(line.wall).timestamp()
                     opened.tracker.log(values_of(line), line.version, at)
-                opened.tracker.flush()
                 opened.done |= {(line.kind, line.version) for line in lines}
         self._save()
 
@@ -216,16 +209,10 @@ def tracking(
 
 def parameters_of(run: ResolvedRun) -> dict[str, object]:
     """Scenario keys with dots and their values, without those that are not set; lists as text."""
-    parameters: dict[str, object] = {}
-
-    def add(tree: Mapping[str, object], prefix: str) -> None:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                add(value, f"{prefix}{key}.")
-            elif isinstance(value, bool | int | float | str):
-                parameters[prefix + key] = value
-            elif value:
-                parameters[prefix + key] = str(value)
-
-    add(run.scenario.model_dump(mode="json", exclude={"track"}), "")
-    return {**parameters, "fedmq": __version__}
+    parameters: dict[str, object] = {"fedmq": __version__}
+    for key, value in flat(run.scenario.model_dump(mode="json", exclude={"track"})).items():
+        if isinstance(value, bool | int | float | str):
+            parameters[key] = value
+        elif value:
+            parameters[key] = str(value)
+    return parameters

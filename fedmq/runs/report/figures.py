@@ -61,16 +61,7 @@ def curves(
     bytes_at: Mapping[int, int],
     clock: str,
 ) -> list[Figure]:
-    """Retrieval over a run.
-
-    Args:
-        evaluations: evaluations of the shared model; may be empty while a run begins.
-        merges: merges of the run.
-        personal: evaluations of the personal models.
-        custom: user-defined metrics.
-        bytes_at: payload bytes in both directions until the first message about each version.
-        clock: title of the time axis.
-    """
+    """Retrieval over a run."""
     figures: list[Figure] = []
     versions = {line.version for line in evaluations}
     axes: dict[str, dict[int, float]] = {"rounds": {version: float(version) for version in versions}}
@@ -96,16 +87,7 @@ def retrieval(
     note: str,
     clock: str,
 ) -> list[Figure]:
-    """Metrics over the run: one figure for all that are fractions, and one for each other metric.
-
-    Args:
-        title: title of the first chart.
-        evaluations: version and metrics of each evaluation.
-        custom: user-defined metrics.
-        axes: places of the versions on each available axis, ``rounds`` first; a menu switches between them.
-        note: below the figures.
-        clock: title of the time axis.
-    """
+    """Metrics over the run: one figure for all that are fractions, and one for each other metric."""
     figures: dict[str, Figure] = {}
     versions: dict[str, list[list[int]]] = {}
     for metric in shown(evaluations[-1][1], custom):
@@ -175,14 +157,7 @@ def bands(
     modalities: Mapping[str, Sequence[str]],
     highlighted: str | None = None,
 ) -> None:
-    """The values of silos over rounds: by modality a band from the lowest to the highest and the median, and one silo.
-
-    Args:
-        figure: to draw into; a menu chooses the silo.
-        values: by silo and version.
-        modalities: modalities of each silo; empty for a silo whose modalities are not known.
-        highlighted: the silo drawn at first; the first one if None.
-    """
+    """Values of silos over rounds: by modality a band from the lowest to the highest and the median, and one silo."""
     for kind in dict.fromkeys([*_KINDS, ()]):
         members = [found for silo, found in values.items() if tuple(sorted(modalities.get(silo, ()))) == kind]
         if not members:
@@ -262,13 +237,7 @@ def served(
 def reported(
     merges: Sequence[MergeLine], modalities: Mapping[str, Sequence[str]], captions: Mapping[str, ReportedValue]
 ) -> list[Figure]:
-    """Values that the method reports of its merges: weights of the silos by modality, and one chosen by a menu.
-
-    Args:
-        merges: merges of the run.
-        modalities: modalities of each silo, by name; empty for a silo whose modalities are not known.
-        captions: how to show these values, by name, as the method says.
-    """
+    """Values that the method reports of its merges: weights of the silos by modality, and one chosen by a menu."""
     by_name: dict[str, dict[int, float]] = {}
     for line in merges:
         for key, value in line.reported.items():

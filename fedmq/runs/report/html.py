@@ -143,12 +143,7 @@ def _plotly() -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """A page from one of the templates; all text is escaped, figures are drawn.
-
-    Args:
-        template: name of the file in ``templates/``.
-        values: values of the template's variables.
-    """
+    """A page from one of the templates; all text is escaped, figures are drawn."""
     script = Markup(_plotly())  # noqa: S704 - plotly's own file
     page = _environment().get_template(template).render(plotly=script, colours=COLOURS, **values)
     return page.encode("utf-8", "replace").decode("utf-8")  # run files may hold halves of surrogate pairs

@@ -49,38 +49,23 @@ _INCIDENTS: Mapping[LogEvent, tuple[str, str]] = {
 
 @dataclass
 class TaskSpan:
-    """A task of one silo.
-
-    Args:
-        silo: its name.
-        sequence: number of the task.
-        start: the run's time when it was sent [s].
-        end: the run's time of its outcome [s]; None if there was none.
-        outcome: in words.
-    """
+    """A task of one silo."""
 
     silo: str
     sequence: int
-    start: float
+    start: float  # the run's time [s], like end
     end: float | None = None
     outcome: str = _OPEN
 
 
 @dataclass(frozen=True)
 class Incident:
-    """An incident at a silo.
-
-    Args:
-        silo: its name.
-        now: the run's time [s].
-        kind: kind of the note.
-        detail: a fault's kind, or a reason; may be empty.
-    """
+    """An incident at a silo."""
 
     silo: str
-    now: float
+    now: float  # the run's time [s]
     kind: LogEvent
-    detail: str
+    detail: str  # a fault's kind, or a reason; may be empty
 
 
 @dataclass
@@ -209,14 +194,7 @@ def _edges(merges: Sequence[MergeLine], end: float) -> tuple[list[float], str]:
 
 
 def timeline(facts: LogFacts, merges: Sequence[MergeLine], silos: list[str], clock: str) -> Figure | None:
-    """How busy every silo was over the run's time, and what happened; None without tasks and incidents.
-
-    Args:
-        facts: of the log; without tasks, as in a run inside one process, the merges show them.
-        merges: merges of the run.
-        silos: names, in order from the top.
-        clock: title of the time axis.
-    """
+    """How busy every silo was over the run's time, and what happened; None without tasks and incidents."""
     tasks, incidents = list(facts.tasks.values()) or tasks_of(merges), facts.incidents
     if not tasks and not incidents:
         return None
@@ -274,12 +252,7 @@ _EVERY = 5000  # records between two reports of progress
 
 @dataclass(frozen=True)
 class LoggedFacts:
-    """What the message logs of a run show.
-
-    Args:
-        course: tasks, incidents and traffic, by the coordinator's log.
-        sent: payloads that each process sent.
-    """
+    """What the message logs of a run show."""
 
     course: LogFacts
     sent: SentPayloads

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedmq.config.resolve import load
+from fedmq.config.run_id import flat
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, Metric, is_known, metric_of
@@ -70,16 +71,7 @@ def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Logg
 
 
 def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> str:
-    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs.
-
-    Args:
-        folder: folder of a finished run.
-        captions: how to show the values that the method reports of its merges.
-        logged: what its logs show; None reads them, and leaves out damaged lines.
-
-    Raises:
-        InputError: the run is not finished, or its files are invalid.
-    """
+    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs."""
     lines = read_metrics(folder)
     summary = with_own_figures(read_summary(folder))
     gallery = gallery_of(summary)
@@ -144,12 +136,7 @@ def _data_of(folder: RunFolder, summary: RunSummary) -> ReportData | None:
 
 
 def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
-    """The result in one sentence: the headline metric before and after training.
-
-    Args:
-        summary: summary of the run.
-        first: metrics of the untrained model.
-    """
+    """The result in one sentence: the headline metric before and after training."""
     before, after = first.get(HEADLINE), summary.metrics.get(HEADLINE)
     rounds = counted(summary.versions, "round")
     if summary.versions in summary.unevaluated:
@@ -286,14 +273,7 @@ def write_side_by_side(folders: Sequence[RunFolder], path: Path) -> None:
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> str:
-    """The page of several runs.
-
-    Args:
-        folders: folders of finished runs, at least two.
-
-    Raises:
-        InputError: a run is not finished, or its files are invalid.
-    """
+    """The page of several runs."""
     runs = [_read_one(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
     rows = [
@@ -385,16 +365,8 @@ def _silos_of(runs: Sequence[_RunOfSeveral]) -> Figure:
 
 def _differing(folders: Sequence[RunFolder]) -> list[tuple[str, ...]]:
     """The settings that differ between runs: key and its value in each."""
-    settings = [dict(_flat(load(folder.scenario).model_dump(mode="json"))) for folder in folders]
+    settings = [flat(load(folder.scenario).model_dump(mode="json")) for folder in folders]
     keys = dict.fromkeys(key for each in settings for key in each)
     shared = [key for key in keys if not key.startswith("protocol.") or all(key in each for each in settings)]
     found = [(key, *(str(each.get(key, "-")) for each in settings)) for key in shared]
     return [row for row in found if len(set(row[1:])) > 1]
-
-
-def _flat(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value

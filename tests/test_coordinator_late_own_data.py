@@ -103,15 +103,10 @@ LATE = "silo-02"
 
 @dataclass
 class Interrupted:
-    """A run whose coordinator is stopped or killed several times.
-
-    Args:
-        run: the run.
-        joins: version at which the late silo starts.
-    """
+    """A run whose coordinator is stopped or killed several times."""
 
     run: OwnRun
-    joins: int = 4
+    joins: int = 4  # version at which the late silo starts
 
     def until(self, reached: Callable[[], bool], *, kill: bool, resume: bool) -> None:
         """Run the coordinator until something has happened, then stop it as by SIGTERM or leave it as by SIGKILL."""

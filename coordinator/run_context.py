@@ -211,11 +211,6 @@ class RunContext:
 def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
     """The fixed facts of a run, and the initial parameters (float32 [P]).
 
-    Args:
-        scenario: the resolved scenario.
-        data: the run's data, with the numbers of items.
-        folder: the run folder.
-
     Raises:
         InputError: the method, the data and the scenario's options do not fit together.
     """
@@ -338,10 +333,8 @@ def largest_body(run_context: RunContext, least: int = LEAST_BODY) -> int:
 
 
 def check_robust(run_context: RunContext) -> None:
-    """Refuse a robust rule if merges regularly, not just occasionally, have too few replies to compare.
-
-    Raises:
-        InputError: a merge has fewer than three replies, or fewer than three silos train a modality's module.
+    """Refuse a robust rule if merges regularly, not just occasionally, have too few replies to compare: less than
+    three, or of less than three silos that train a modality's module.
     """
     robust, plan, protocol = run_context.scenario.aggregation.robust, run_context.plan, run_context.protocol
     judged = [silo for silo in run_context.context.silos if silo.name in plan.eligible]

@@ -161,12 +161,7 @@ def run_host(
     joined: Callable[[], None] = lambda: None,
     identities: Mapping[str, Identity] | None = None,
 ) -> None:
-    """Run a host until the coordinator has stopped its silos.
-
-    Args:
-        arguments: how it was started.
-        joined: called when the coordinator has accepted the first silo.
-        identities: names and keys of its silos, by name; None loads the keys from their folder.
+    """Run a host until the coordinator has stopped its silos; ``joined`` is called when the first one is accepted.
 
     Raises:
         InputError: a key or the data is invalid, or the coordinator's model has another layout.

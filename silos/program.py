@@ -60,13 +60,7 @@ def run_silo(
     joined: Callable[[], None] = lambda: None,
     identity: Identity | None = None,
 ) -> None:
-    """Run a silo until the coordinator sends stop.
-
-    Args:
-        arguments: how it was started.
-        logger: the log for operators; None opens that of the arguments.
-        joined: called when the coordinator has accepted the silo.
-        identity: its name and key; None loads the key from its folder.
+    """Run a silo until the coordinator sends stop; ``joined`` is called when the coordinator has accepted it.
 
     Raises:
         InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.

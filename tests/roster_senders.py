@@ -164,11 +164,7 @@ class RosterSenders:
             self._lines[at] = _Line(connect(self._listener.uri))
 
     def _pass(self, line: _Line, frames: Frames) -> None:
-        """Send frames, have the roster take them, and process its answers.
-
-        Raises:
-            RemoteWireError: the roster or the listener refused them.
-        """
+        """Send frames, have the roster take them, and process its answers."""
         before = self.roster.refused.copy()
         line.connection.send(frames)
         got = self._listener.receive(5.0)
@@ -209,11 +205,7 @@ class RosterSenders:
 
     # ---------------------------------------------------------------------------------------------------------- checks
     def _check_bounds(self) -> None:
-        """Compare what was answered, kept and logged with the rate limits.
-
-        Raises:
-            AssertionError: a bound was exceeded.
-        """
+        """Compare what was answered, kept and logged with the rate limits."""
         seconds, peers = self.clock.at - self._began, len(_SILOS)
         for name, count in self._accepted_messages.items():
             most = rosters.MESSAGES + seconds + self._granted[name] + 1

@@ -36,68 +36,39 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to messages until a time; probabilities per message.
+    """What happens to messages until a time; probabilities per message."""
 
-    Args:
-        until: simulated time at which the network becomes faultless, so that every run ends [s].
-        lost: is lost.
-        late: arrives up to ``latest`` seconds late, perhaps after a later message.
-        doubled: arrives twice.
-        damaged: one bit of it flips.
-        latest: longest delay [s].
-    """
-
-    until: float = 0.0
-    lost: float = 0.0
-    late: float = 0.0
-    doubled: float = 0.0
-    damaged: float = 0.0
-    latest: float = 8.0
+    until: float = 0.0  # simulated time at which the network becomes faultless, so that every run ends [s]
+    lost: float = 0.0  # is lost
+    late: float = 0.0  # arrives up to ``latest`` seconds late, perhaps after a later message
+    doubled: float = 0.0  # arrives twice
+    damaged: float = 0.0  # one bit of it flips
+    latest: float = 8.0  # longest delay [s]
 
 
 @dataclass(frozen=True)
 class DiskFault:
-    """A write, counted per process and kind over all its lives, at which the process dies or its disk is full.
+    """A write, counted per process and kind over all its lives, at which the process dies or its disk is full."""
 
-    Args:
-        process: name of the process.
-        kind: kind of the file: ``log``, ``metrics``, ``checkpoint``, or ``state`` of a silo.
-        write: number of the write.
-        dies: whether the process dies within the write, or else gets an error.
-        share: share of the bytes of the write that reach the disk.
-        times: number of writes in a row that fail.
-    """
-
-    process: str
-    kind: str
-    write: int
-    dies: bool
-    share: float
-    times: int = 1
+    process: str  # name of the process
+    kind: str  # kind of the file: ``log``, ``metrics``, ``checkpoint``, or ``state`` of a silo
+    write: int  # number of the write
+    dies: bool  # whether the process dies within the write, or else gets an error
+    share: float  # share of the bytes of the write that reach the disk
+    times: int = 1  # number of writes in a row that fail
 
 
 @dataclass
 class World:
-    """Time, chance, network and disk.
+    """Time, chance, network and disk."""
 
-    Args:
-        chance: the source of all randomness.
-        weather: what happens to messages.
-        disk: the faults of writes.
-        stuck: says who waits for what.
-
-    Attributes:
-        progress_at: time of the last merge [s].
-        steps: looks at the clock and acts of processes since then.
-    """
-
-    chance: random.Random
-    weather: Weather = field(default_factory=Weather)
-    disk: tuple[DiskFault, ...] = ()
-    stuck: Callable[[], str] = lambda: ""
+    chance: random.Random  # the source of all randomness
+    weather: Weather = field(default_factory=Weather)  # what happens to messages
+    disk: tuple[DiskFault, ...] = ()  # the faults of writes
+    stuck: Callable[[], str] = lambda: ""  # says who waits for what
     now: float = 0.0
-    progress_at: float = 0.0
-    steps: int = 0
+    progress_at: float = 0.0  # time of the last merge [s]
+    steps: int = 0  # looks at the clock and acts of processes since then
     step_s: float = 0.0
     acting: str = COORDINATOR
     writes: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -276,9 +247,7 @@ class SimulatedConnection(Connection):
     """A peer's end.
 
     Args:
-        world: the world.
         uri: the listener's URI.
-        owner: name of the peer.
         wake_owner: called when a message arrives.
     """
 

@@ -26,44 +26,26 @@ MODES = (
 
 @dataclass(frozen=True)
 class Act:
-    """Something that happens at a time, or at an event of the coordinator.
+    """Something that happens at a time, or at an event of the coordinator."""
 
-    Args:
-        at: simulated time [s]; the number of the event of the rounds, if ``events``.
-        what: name of the method of :class:`Simulation` that does it.
-        silo: the process that it happens to.
-        seconds: how long it lasts, or how far the clock jumps [s].
-        events: whether it happens at an event.
-    """
-
-    at: float
-    what: str
-    silo: str = ""
-    seconds: float = 0.0
-    events: bool = False
+    at: float  # simulated time [s]; the number of the event of the rounds, if ``events``
+    what: str  # name of the method of Simulation that does it
+    silo: str = ""  # the process that it happens to
+    seconds: float = 0.0  # how long it lasts, or how far the clock jumps [s]
+    events: bool = False  # whether it happens at an event
 
 
 @dataclass(frozen=True)
 class Script:
-    """What happens in one run.
+    """What happens in one run."""
 
-    Args:
-        seed: the seed of all of it.
-        mode: settings of the scenario.
-        weather: what happens to messages.
-        disk: faults of writes.
-        acts: what happens at times.
-        liars: silos that lie.
-        doublers: silos that answer each task twice, with another model the second time.
-    """
-
-    seed: int
-    mode: tuple[str, ...]
-    weather: Weather = field(default_factory=Weather)
-    disk: tuple[DiskFault, ...] = ()
-    acts: tuple[Act, ...] = ()
-    liars: frozenset[str] = frozenset()
-    doublers: frozenset[str] = frozenset()
+    seed: int  # the seed of all of it
+    mode: tuple[str, ...]  # settings of the scenario
+    weather: Weather = field(default_factory=Weather)  # what happens to messages
+    disk: tuple[DiskFault, ...] = ()  # faults of writes
+    acts: tuple[Act, ...] = ()  # what happens at times
+    liars: frozenset[str] = frozenset()  # silos that lie
+    doublers: frozenset[str] = frozenset()  # silos that answer each task twice, with another model the second time
 
     @property
     def harmless(self) -> bool:

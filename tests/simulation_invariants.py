@@ -35,23 +35,18 @@ _REMOVAL_SECONDS = 1.0 + 0.2
 class Invariants:
     """The invariants of a run.
 
-    Args:
-        world: the run's world.
-
     Attributes:
-        honest: digests of each honest silo's replies to each task, and when it sent them.
-        removed: when the keys that are not accepted now were removed [s].
-        loop: the loop of the present coordinator.
         events: number of events of the rounds.
         last: the last of them.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
+        # Digests of each honest silo's replies to each task, and when it sent them.
         self.honest: dict[tuple[str, int | None], tuple[list[list[str]], float]] = {}
         self._first: dict[tuple[str, int], Update] = {}
-        self.removed: dict[str, float] = {}
-        self.loop: Loop | None = None
+        self.removed: dict[str, float] = {}  # when the keys that are not accepted now were removed [s]
+        self.loop: Loop | None = None  # the loop of the present coordinator
         self.events, self.last = 0, "none"
         self._merged: dict[tuple[str, int], int] = {}
         self._sent: set[tuple[str, int]] = set()

@@ -153,10 +153,7 @@ def mask_of(*, image: bool, text: bool) -> int:
 def counts_of(prepared: Prepared, rows: Sequence[int] | np.ndarray, present: Present) -> Counts:
     """Numbers of items by split, with both modalities, an image only, and captions only: int64 [5, 3].
 
-    Args:
-        prepared: the data set.
-        rows: rows of the items.
-        present: bool [n, 2], the modalities of each item of the data set.
+    ``rows`` are those of the items; ``present`` bool [n, 2] are the modalities of each item of the data set.
     """
     chosen = np.asarray(rows, np.int64)
     image, text = np.asarray(present)[chosen].T
@@ -234,14 +231,7 @@ _SAME = {
 
 
 def difference(name: str, stated: DataFormat, other: str, reference: DataFormat) -> str | None:
-    """What makes two silos' formats incompatible, in words for both operators; None if they fit together.
-
-    Args:
-        name: name of the silo in question.
-        stated: its format.
-        other: name of the silo that it is compared with.
-        reference: that silo's format.
-    """
+    """What makes two silos' formats incompatible, in words for both operators; None if they fit together."""
     for modality, fields in _SAME.items():
         if _NONE in (getattr(stated, f"{modality}_dtype"), getattr(reference, f"{modality}_dtype")):
             continue
@@ -270,13 +260,7 @@ def _labels_differ(name: str, stated: Sequence[str], other: str, reference: Sequ
 
 
 def unknown_name(name: str, stated: DataFormat, agreed: DataFormat) -> str | None:
-    """A label or word of a silo that is not among those agreed on, in words for its operator; None without any.
-
-    Args:
-        name: name of the silo.
-        stated: its format.
-        agreed: what others agreed on before it stated its data.
-    """
+    """A label or word of a silo that is not among those agreed on, in words for its operator; None without any."""
     for what, held, known in (
         ("label", stated.label_names, agreed.label_names),
         ("word of the vocabulary", stated.vocabulary, agreed.vocabulary),
@@ -295,10 +279,7 @@ def _shown(value: object) -> str:
 
 
 def agreed_format(stated: Mapping[str, DataFormat]) -> DataFormat:
-    """The format that all silos agree on.
-
-    Args:
-        stated: each silo's format, in the order of the silos.
+    """The format that all silos agree on; ``stated`` has each silo's format, in the order of the silos.
 
     Raises:
         FormatError: two do not fit together, or a modality is in no silo.
@@ -347,17 +328,7 @@ def run_data_of(
     digest: str = "",
     content: str = "",
 ) -> RunData:
-    """The facts about the run's data that an agreement contains.
-
-    Args:
-        names: names of all silos of the scenario.
-        agreed: the agreed format.
-        modalities: the silos.
-        cache: cache folder of this process.
-        counts: numbers of items, of the silos that this process knows them of.
-        digest: digest (hex) of the statements by which the agreement was made; empty in a silo.
-        content: digest (hex) of the statements of all silos; likewise.
-    """
+    """The facts about the run's data that an agreement contains; counts and digests (hex) as far as known."""
     inputs = InputSpec(
         image_shape=tuple(agreed.image_shape.tolist()),
         text_shape=tuple(agreed.text_shape.tolist()),
@@ -392,16 +363,9 @@ def as_agreed(dataset: SiloDataset, prepared: Prepared, agreed: RunData) -> Silo
 
 
 def spread(values: Tensor | None, n: int, names: Sequence[str], agreed: Sequence[str]) -> Tensor:
-    """Columns in their agreed places; columns that the data set lacks are 0.
+    """Columns [n, ..., L] in their agreed places [n, ..., A]; columns that the data set lacks are 0.
 
-    Args:
-        values: [n, ..., L]; None for columns of zeros.
-        n: number of rows.
-        names: names of the L columns, all of them agreed.
-        agreed: names of the A agreed columns.
-
-    Returns:
-        [n, ..., A], of the same dtype; uint8 for None.
+    ``names`` are those of the L columns, all of them agreed; without values the zeros are uint8.
     """
     if values is None:
         return torch.zeros((n, len(agreed)), dtype=torch.uint8)

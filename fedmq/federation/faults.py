@@ -150,13 +150,7 @@ def _overlap(outcome: TaskOutcome, window: Window) -> Window | None:
 
 
 def attacked(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:
-    """A payload as sent by a Byzantine silo, with its update, prototypes or centroids replaced.
-
-    Args:
-        fault: the attack.
-        payload: payload of an honest silo.
-        generator: generator of the task and the fault; only ``noise`` draws from it.
-    """
+    """A payload as sent by a Byzantine silo; only the attack ``noise`` draws from the generator."""
     match fault:
         case SignFlip(scale=scale):
             return _with_buffer(payload, lambda delta: -delta * delta.dtype.type(scale))
@@ -205,14 +199,7 @@ def _with_buffer(payload: Payload, change: Callable[[Array], Array]) -> Payload:
 
 
 def drifted_rows(fault: Drift, rows: I64, pool: I64, generator: np.random.Generator) -> I64:
-    """Rows of the data set that a silo holds after a drift, int64 [n].
-
-    Args:
-        fault: has the fraction of rows that change.
-        rows: [n] the silo's rows before the drift.
-        pool: [N] rows of all silos, from which the new ones are drawn.
-        generator: generator of this silo and fault.
-    """
+    """Rows int64 [n] of the data set that a silo holds after a drift, some of them from the ``pool`` [N]."""
     drifted = rows.copy()
     places = generator.permutation(len(rows))[: max(1, round(fault.amount * len(rows)))]
     drifted[places] = generator.choice(pool, len(places))
@@ -220,13 +207,7 @@ def drifted_rows(fault: Drift, rows: I64, pool: I64, generator: np.random.Genera
 
 
 def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.random.Generator) -> SiloDataset:
-    """A silo's dataset with captions and labels permuted among a fraction of its samples.
-
-    Args:
-        fault: has the fraction.
-        dataset: unchanged if it has one modality and no labels.
-        generator: generator of this silo and fault.
-    """
+    """A silo's dataset with captions and labels permuted among a fraction of its samples."""
     n_samples = len(dataset)
     chosen = generator.permutation(n_samples)[: round(fault.amount * n_samples)]
     order = generator.permutation(n_samples)
@@ -289,15 +270,7 @@ class FaultSchedule:
     def outcome(
         self, silo: str, sequence: int, round_: int, issued_at: float, work: float
     ) -> tuple[TaskOutcome, list[ScheduledFault]]:
-        """The outcome of a task, and the faults that affect it, in the scenario's order.
-
-        Args:
-            silo: the silo's name.
-            sequence: the task's number.
-            round_: the task's base version.
-            issued_at: the run's time when the task is sent [s].
-            work: the task's duration without faults [s].
-        """
+        """The outcome of a task that takes ``work`` [s], and the faults that affect it, in the scenario's order."""
         outcome, struck = TaskOutcome(issued_at, work, issued_at + work), list[ScheduledFault]()
         for strike in self.strikes(silo, sequence, round_, issued_at):
             if isinstance(strike.fault, _TIMED):

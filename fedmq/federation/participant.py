@@ -44,14 +44,7 @@ class SiteData:
     def load(
         cls, scenario: Scenario, site: Site | None, run: str, progress: Progress | None = None, file: Path | None = None
     ) -> SiteData:
-        """Load and describe a site's data.
-
-        Args:
-            scenario: the resolved scenario; its device extracts features.
-            site: the site; its file is required.
-            run: the run's id, the salt of the digest.
-            progress: called with (what, done, total) during long steps.
-            file: the scenario's file, for the command in an error.
+        """Load and describe a site's data; ``run`` is the run's id, the salt of the digest.
 
         Raises:
             InputError: there is no site file, it has no data, or the data cannot be read.
@@ -99,9 +92,6 @@ class SiteData:
         """The population as if this site were the only one, to try it before there is an agreement.
 
         A modality that the site lacks has the shape of the encoder's inputs; of a features file the other one's shape.
-
-        Args:
-            name: name of the silo.
         """
         (stated, held), inputs = self.statement, self.prepared.inputs
         alike = self.scenario.backbone.name == "features"
@@ -117,14 +107,10 @@ class SiteData:
         return own_population(self.scenario, name, self.prepared, data)
 
     def population(self, name: str, agreement: Sequence[Payload]) -> Population:
-        """The population as this site sees it.
-
-        Args:
-            name: name of the silo, or of the evaluator.
-            agreement: the payloads of the coordinator's message.
+        """The population as this site, of a silo or of the evaluator, sees it.
 
         Raises:
-            RemoteWireError: they are not an agreement, or not that of this site.
+            RemoteWireError: the payloads are not an agreement, or not that of this site.
         """
         match agreement:
             case [DataFormat() as agreed, SiloModalities() as modalities]:
@@ -147,13 +133,8 @@ class SiteData:
 def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: object) -> Callable[[], Message | None]:
     """Start to connect; returns the function that receives the first message.
 
-    That may take hours: meanwhile the log says when the coordinator has accepted the key and the scenario.
-
-    Args:
-        link: channel to the coordinator.
-        logger: the log for operators, which gets the warnings on the data.
-        own: the site's own data; None in a simulated partition.
-        facts: what to log about the start.
+    That may take hours: meanwhile the log, with its facts about the start, says when the coordinator has accepted the
+    key and the scenario.
     """
     for line in [] if own is None else own.prepared.notes:
         logger.info("the data", found=line)
@@ -203,12 +184,7 @@ _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
 @contextmanager
 def end_reported(link: Channel, who: str = "silo") -> Iterator[None]:
-    """Report an error that ends this process to the coordinator, which otherwise would only miss its heartbeats.
-
-    Args:
-        link: the channel to the coordinator.
-        who: the process: ``silo`` or ``evaluator``.
-    """
+    """Report an error that ends this silo or evaluator to the coordinator, which would only miss its heartbeats."""
     try:
         yield
     except Exception as error:
@@ -222,10 +198,7 @@ def reportable(error: Exception, *, whole: bool = False) -> str:
 
     Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
     type is sent, since its text may contain anything, and the line of the user's own file, which all processes have.
-
-    Args:
-        error: the error.
-        whole: send its text, too: all processes of the run belong to one user of this machine.
+    With ``whole`` the text is sent, too: all processes of the run belong to one user of this machine.
     """
     name = type(error).__name__
     match error:

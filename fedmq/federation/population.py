@@ -74,12 +74,7 @@ class Population:
     agreed: RunData | None = None
 
     def rows_of(self, silo: SiloFacts, rows: I64 | None = None) -> SiloRows:
-        """A silo's training rows by what the silo can use of them.
-
-        Args:
-            silo: with the modalities that it has at the time.
-            rows: instead of its rows of the partition, e.g. after a scenario's drift.
-        """
+        """A silo's training rows, or others e.g. after a drift, by what the silo can use of them at the time."""
         present = self.prepared.present if self.dropped is None else self.dropped
         held = self.train[silo.index] if rows is None else rows
         return silo_rows(held, present, image=silo.image, text=silo.text)
@@ -114,13 +109,7 @@ class Population:
         return counts_of(self.prepared, np.unique(np.concatenate(parts)), present)
 
     def statement(self, silo: SiloFacts | None, items: ItemDigests, run: str) -> DataStatement:
-        """What a process of a simulated run states about its data; the digest is that of the whole data set.
-
-        Args:
-            silo: the silo; None for the evaluator.
-            items: digests of the items of the data set.
-            run: the run's id.
-        """
+        """What a silo, or with None the evaluator, states about its data; the digest is that of the whole data set."""
         return self._statement(silo, salted_digest(items, run))
 
     def statements(self, items: ItemDigests, run: str) -> dict[str, DataStatement]:
@@ -151,13 +140,7 @@ class Population:
         return self.run_data.context(scenario, model)
 
     def load(self, rows: I64, *, image: bool, text: bool) -> SiloDataset:
-        """Load rows into memory, with the run's labels and vocabulary.
-
-        Args:
-            rows: int64 [n], rows of the data set, in the order to keep.
-            image: whether to load images.
-            text: whether to load captions.
-        """
+        """Load rows int64 [n] into memory in their order, with the run's labels and vocabulary."""
         dataset = load_silo_dataset(self.prepared, rows, image=image, text=text)
         return dataset if self.agreed is None else as_agreed(dataset, self.prepared, self.agreed)
 
@@ -407,11 +390,7 @@ def _dealt_by_column(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I6
 
 
 def check_clusters(clusters: int, texts: int) -> None:
-    """Refuse more text clusters than there are training items with texts.
-
-    Raises:
-        InputError: see above.
-    """
+    """Refuse more text clusters than there are training items with texts."""
     if clusters > texts:
         raise InputError("partition.clusters", clusters, f"at most {texts}, the training samples with captions")
 

@@ -167,11 +167,7 @@ def nominal_bytes(layout: Layout, options: UpdateCompression | ModelCompression)
 
 
 def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]]) -> None:
-    """Refuse clipping and compression with a method whose silos send no update.
-
-    Raises:
-        InputError: none of the kinds of payload that the silos upload is an update.
-    """
+    """Refuse clipping and compression with a method whose silos send no update."""
     if any(set(TRANSFORMED) & kinds for kinds in uploads):
         return
     no_update = f"silos of {scenario.protocol.label} send no update that could be"
@@ -182,11 +178,7 @@ def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]
 
 
 def check_downloads(scenario: Scenario, tasks: Sequence[Sequence[Payload]]) -> None:
-    """Refuse compression of models with a method whose tasks carry none.
-
-    Raises:
-        InputError: no task has a model.
-    """
+    """Refuse compression of models with a method whose tasks carry none."""
     if not any(isinstance(payload, Model) for payloads in tasks for payload in payloads):
         allowed = f"none: silos of {scenario.protocol.label} are sent no model"
         raise InputError("compression.model.kind", scenario.compression.model.kind, allowed)
@@ -222,13 +214,7 @@ def participation_weight(replies: int, mean: float, cap: float) -> float:
 
 
 def mixed(old: Tensor, merged: Tensor, rate: float) -> Tensor:
-    """Scale a merge's step: theta + a (theta' - theta) (FedAsync, Xie et al. 2019, algorithm 1).
-
-    Args:
-        old: [P] parameters before the merge.
-        merged: [P] parameters after it.
-        rate: a = mixing * h(s), in [0, 1]; 1 returns ``merged`` itself.
-    """
+    """Scale a merge's step [P]: theta + a (theta' - theta), a in [0, 1] (FedAsync, Xie et al. 2019, algorithm 1)."""
     return merged if rate == 1.0 else (old.double() + rate * (merged.double() - old.double())).to(merged.dtype)
 
 

@@ -364,15 +364,9 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
 def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
     """Check a scenario's data, and its partition as far as possible without encoding.
 
-    Args:
-        run: the resolved run.
-        progress: called during long steps.
-
-    Returns:
-        As :func:`check_raw`; if the features are cached, also ``silos`` and ``duplicates_of_training_items``.
-        OpenMoji's features are extracted immediately, those of other data sets by ``fedmq data features``. The error
-        with which a run would refuse the data, such as missing labels that the method needs, is the last of
-        ``problems``.
+    If the features are cached, the facts include ``silos`` and ``duplicates_of_training_items``. OpenMoji's features
+    are extracted immediately, those of other data sets by ``fedmq data features``. The error with which a run would
+    refuse the data, such as missing labels that the method needs, is the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
@@ -401,11 +395,6 @@ def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
 
 def check_site(scenario: Scenario, site: Site, progress: Progress | None = None) -> DataFacts:
     """Check the data of a site's file.
-
-    Args:
-        scenario: the resolved scenario, which has no data.
-        site: the site.
-        progress: called during long steps.
 
     Raises:
         InputError: the site file has no data, or they cannot be read.

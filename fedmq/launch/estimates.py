@@ -162,10 +162,6 @@ TOLERANCE = "time within a factor of 1.5 if the load stays the same, memory with
 def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
     """Lines that say what would run and what it would take.
 
-    Args:
-        run: the run.
-        progress: called during long steps.
-
     Raises:
         InputError: the scenario cannot run on its data.
     """

@@ -113,11 +113,7 @@ class RayCluster(Cluster):
 
 
 def _connect(ray: Any, address: str) -> None:
-    """Connect to a cluster.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Connect to a cluster, if there is one."""
     host, separator, port = address.rpartition(":")
     try:
         if separator and port.isdecimal():

@@ -166,15 +166,10 @@ def encode(record: PeerFiles | PeerTask | Ended) -> bytes:
 
 
 def decode(schema: type[_SomeRecord], text: bytes, place: str) -> _SomeRecord:
-    """Check a record.
-
-    Args:
-        schema: its type.
-        text: JSON of another machine.
-        place: its name or origin, for the error message.
+    """Check a record, JSON of another machine.
 
     Raises:
-        InputError: it is too large or not JSON, or a field is not allowed.
+        InputError: it is too large or not JSON, or a field is not allowed; names ``place``, its name or origin.
     """
     allowed = f"a record of fedmq ({schema.__name__}), from the same version on all machines"
     if len(text) > MOST_BYTES:
@@ -411,11 +406,7 @@ def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[
 
 
 def refuse_freeze(scenario: Scenario) -> None:
-    """Refuse the only fault that cannot be carried out on a cluster.
-
-    Raises:
-        InputError: the scenario has it.
-    """
+    """Refuse the only fault that cannot be carried out on a cluster."""
     if any(isinstance(fault, Freeze) for fault in scenario.faults):
         allowed = f"no freeze with launcher {scenario.launcher}, which cannot pause a process"
         raise InputError("faults", "freeze", allowed)

@@ -291,11 +291,7 @@ class SlurmCluster(Cluster):
 
 
 def _options(scenario: Scenario) -> dict[str, Any]:
-    """What each job needs, as parameters of submitit's executor for Slurm; None leaves it to Slurm.
-
-    Raises:
-        InputError: a process needs a part of a GPU.
-    """
+    """What each job needs, as parameters of submitit's executor for Slurm; None leaves it to Slurm."""
     needs = scenario.silos.needs
     if needs.gpus != int(needs.gpus):
         raise InputError("silos.needs.gpus", needs.gpus, "a whole number with launcher slurm")
@@ -314,11 +310,7 @@ def _options(scenario: Scenario) -> dict[str, Any]:
 
 
 def _answer(*command: str) -> str:
-    """Standard output of one of Slurm's commands.
-
-    Raises:
-        OSError: it is missing, fails, or does not answer.
-    """
+    """Standard output of one of Slurm's commands; raises OSError if it is missing, fails, or does not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMMAND_SECONDS)  # noqa: S603
     except subprocess.CalledProcessError as error:

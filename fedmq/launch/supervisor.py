@@ -245,11 +245,7 @@ def _watch(
 
 @span("wait")
 def _next(line: Connection, supervisor: ProcessGroup) -> Any:
-    """The coordinator's next report, or None after a while.
-
-    Raises:
-        RunError: the coordinator died.
-    """
+    """The coordinator's next report, or None after a while; raises RunError if the coordinator died."""
     sentinel = supervisor.coordinator.sentinel
     ready = wait([line, sentinel], timeout=0.1 if supervisor.frozen else 0.5)
     if line in ready:

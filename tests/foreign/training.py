@@ -30,15 +30,10 @@ def _normal(a: Array) -> Array:
 
 @dataclass
 class Tower:
-    """One tower with one adapter.
+    """One tower with one adapter."""
 
-    Args:
-        parameters: all parameters by name.
-        prefix: ``visual.`` or ``text.``.
-    """
-
-    parameters: Parameters
-    prefix: str
+    parameters: Parameters  # all parameters by name
+    prefix: str  # ``visual.`` or ``text.``
     _kept: dict[str, Array] = field(default_factory=dict)
 
     def _of(self, name: str) -> Array:

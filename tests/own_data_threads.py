@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.scenario import Data, Scenario
@@ -23,13 +23,14 @@ from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.log_records import MessageRecord, read_log
-from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Message
 from silos.program import run_silo
+from silos.schedule import AgreedSchedule
 from silos.tasks import SiloArguments
 from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
 from tests.threaded_run import run_of
-from tests.waiting import memory_uri
+from tests.waiting import PATIENCE, memory_uri
 
 _NUMBERS = itertools.count()
 _SECONDS = 20.0
@@ -89,7 +90,7 @@ class OwnRun:
         """Start silos, or the evaluator."""
         self.started.update(names)
         for name in names:
-            thread = threading.Thread(target=self._live, args=(name, self.site(name)), daemon=True)
+            thread = threading.Thread(target=self._live, args=(name, self.site(name)), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -140,18 +141,32 @@ class OwnRun:
             for _, record in (read_log(log) if log.is_file() else ())
         )
 
-    def from_version(self, version: int, name: str) -> Callable[[], bool]:
-        """Start a silo when a version is merged, and slow the run down until it has stated its data."""
+    def from_version(self, version: int, name: str, others: threading.Event) -> Callable[[], bool]:
+        """Start a silo when a version is merged; the ``others`` answer no task until it has stated its data."""
         started = stated = False
 
         def check() -> bool:
             nonlocal started, stated
             if not started and len(self.merges) >= version:
                 started = True
+                others.clear()
                 self.start(name)
-            if started and not stated:
-                time.sleep(0.1)
-                stated = self.stated(name) > 0
+            if started and not stated and self.stated(name) > 0:
+                stated = True
+                others.set()
             return False
 
         return check
+
+
+def answers_of_others(monkeypatch: pytest.MonkeyPatch, late: str) -> threading.Event:
+    """An event; while it is not set, all silos but the late one wait before they work on a task."""
+    others, check = threading.Event(), AgreedSchedule.check
+
+    def wait(schedule: AgreedSchedule, message: Message) -> None:
+        check(schedule, message)
+        assert threading.current_thread().name == late or others.wait(PATIENCE)
+
+    monkeypatch.setattr(AgreedSchedule, "check", wait)
+    others.set()
+    return others

@@ -79,10 +79,10 @@ def test_a_full_disk_is_a_disk_error_of_every_file_of_tensors_and_leaves_no_file
 def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: object) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: failed to write whole buffer")
 
-    monkeypatch.setattr("safetensors.serialize_file", failing)
+    monkeypatch.setattr("safetensors.torch.serialize_file", failing)
     with pytest.raises(OSError, match="failed to write whole buffer"):
         run_folder.write_tensors(tmp_path / "x", {"x": torch.zeros(1)})
 

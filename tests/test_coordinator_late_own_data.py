@@ -31,7 +31,7 @@ from tests.in_process_run import Killed
 from tests.in_process_run import run as run_inline
 from tests.log_causes import check_causes
 from tests.own_data_sites import COMMON, HOSPITALS, IMAGE_ONLY, arrays, of_hospital
-from tests.own_data_threads import OwnRun
+from tests.own_data_threads import OwnRun, answers_of_others
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
@@ -39,9 +39,11 @@ pytestmark = pytest.mark.slow
 MINIMUM: dict[str, Any] = {"participation": {"minimum": 2}, "rounds": 16}
 
 
-def test_a_late_silo_joins_between_two_rounds_and_trains_from_then_on(tmp_path: Path) -> None:
-    run = OwnRun(tmp_path, MINIMUM)
-    run.coordinate(listening=lambda: run.start("silo-00", "silo-01"), stop_wanted=run.from_version(2, "silo-02"))
+def test_a_late_silo_joins_between_two_rounds_and_trains_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, others = OwnRun(tmp_path, MINIMUM), answers_of_others(monkeypatch, LATE)
+    run.coordinate(listening=lambda: run.start("silo-00", "silo-01"), stop_wanted=run.from_version(2, LATE, others))
     assert set(run.ended.values()) == {""}, run.ended
     replies = [len(line.replies) for line in run.merges]
     assert replies == sorted(replies) and {replies[0], replies[-1]} == {2, 3} and len(replies) == 16
@@ -107,19 +109,28 @@ class Interrupted:
 
     Args:
         run: the run.
+        others: set while the silos that are not late may answer tasks.
         joins: version at which the late silo starts.
     """
 
     run: OwnRun
+    others: threading.Event
     joins: int = 4
 
     def until(self, reached: Callable[[], bool], *, kill: bool, resume: bool) -> None:
         """Run the coordinator until something has happened, then stop it as by SIGTERM or leave it as by SIGKILL."""
-        # Before it has started, the silo is started by the first process that gets far enough.
-        late = self.run.from_version(self.joins, LATE) if LATE not in self.run.started else lambda: False
+        # Before it has started, the silo is started by the first process that gets far enough. The run could otherwise
+        # end before it has stated its data, which it does to each process.
+        late = self.run.from_version(self.joins, LATE, self.others) if LATE not in self.run.started else None
+        stated = self.run.stated(LATE)
+        if late is None:
+            self.others.clear()
 
         def check() -> bool:
-            late()
+            if late is not None:
+                late()
+            elif self.run.stated(LATE) > stated:
+                self.others.set()
             if reached() and kill:
                 raise Killed
             return reached()
@@ -128,6 +139,8 @@ class Interrupted:
             assert self.coordinate(check, resume=resume) is Phase.STOPPED
         except Killed:
             assert kill
+        finally:
+            self.others.set()
 
     def coordinate(self, stop_wanted: Callable[[], bool] = lambda: False, *, resume: bool) -> Phase:
         arguments = CoordinatorArguments(
@@ -157,10 +170,10 @@ def simulated(root: Path, on: float) -> str:
 
 @pytest.mark.parametrize("kill", [(False, False, True), (True, True, False)], ids=["stopped first", "killed first"])
 def test_it_ends_with_the_model_of_a_simulation_with_the_same_silos_in_each_round(
-    kill: tuple[bool, bool, bool], tmp_path: Path
+    kill: tuple[bool, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = OwnRun(tmp_path, MORE | {"participation": {"minimum": 2}}, uri=f"ipc://{tmp_path}/wire")
-    interrupted = Interrupted(run)
+    interrupted = Interrupted(run, answers_of_others(monkeypatch, LATE))
     interrupted.until(lambda: len(run.merges) >= 2, kill=kill[0], resume=False)
     interrupted.until(lambda: run.stated(LATE) > 0, kill=kill[1], resume=True)
     interrupted.until(lambda: interrupted.complete() >= 2, kill=kill[2], resume=True)

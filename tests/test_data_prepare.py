@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from PIL import Image
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare, text_features
-from fedmq.data.prepared_arrays import Prepared, open_prepared
+from fedmq.data.prepared_arrays import Prepared, mapped, open_prepared
 from fedmq.data.readers import openmoji
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders import lite
@@ -336,3 +339,22 @@ def test_one_item_with_thousands_of_captions_takes_the_space_of_its_own_captions
     assert np.array_equal(share.text[2, 0].numpy(), found.text[found.first[6]])
     means = text_features(found, tiny_clip(tmp_path))
     assert np.allclose(means[5], found.text[5:3005].mean(axis=0), atol=1e-5)
+
+
+def test_threads_read_arrays_at_the_same_time(tmp_path: Path) -> None:
+    """A garbage collector that lets the other threads run: python/cpython issue 106905 at its most frequent."""
+    path, before = tmp_path / "array.npy", gc.get_threshold()
+    np.save(path, np.arange(4))
+
+    def others_run(*_: object) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(others_run)
+    gc.set_threshold(3)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            read = list(pool.map(lambda _: int(mapped(path).sum()), range(3000)))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(others_run)
+    assert read == [6] * 3000

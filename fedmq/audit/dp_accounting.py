@@ -23,32 +23,20 @@ from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 @dataclass(frozen=True)
 class Spent:
-    """The privacy guarantee of one silo.
+    """The privacy guarantee of one silo."""
 
-    Args:
-        updates: number of updates that the silo sent; resending one for the same task reveals nothing new.
-        epsilon: epsilon of all these updates together.
-        beside: kinds of the payloads that the silo sent without noise; epsilon does not cover them.
-    """
-
-    updates: int
-    epsilon: float
-    beside: tuple[str, ...]
+    updates: int  # number of updates that the silo sent; resending one for the same task reveals nothing new
+    epsilon: float  # epsilon of all these updates together
+    beside: tuple[str, ...]  # kinds of the payloads that the silo sent without noise; epsilon does not cover them
 
 
 @dataclass(frozen=True)
 class Accounts:
-    """The privacy guarantees of a run.
+    """The privacy guarantees of a run."""
 
-    Args:
-        delta: delta of (epsilon, delta)-differential privacy.
-        privacy: the scenario's noise settings.
-        silos: guarantee of each silo, by name.
-    """
-
-    delta: float
+    delta: float  # delta of (epsilon, delta)-differential privacy
     privacy: Privacy
-    silos: Mapping[str, Spent]
+    silos: Mapping[str, Spent]  # guarantee of each silo, by name
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""

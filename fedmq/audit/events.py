@@ -34,24 +34,16 @@ _WORDS = {Reason.UNKNOWN_SENDER: "unknown key", Reason.WRONG_RUN: "another scena
 
 @dataclass
 class Start:
-    """A start of a process, and what its log says until the next one.
-
-    Args:
-        place: its first record.
-        runs: first place of every run that its records name.
-        declared: what the process declared, if the log has it.
-        declared_at: the place of that record.
-        joined: whether a record after the start is of a session, of a message, or of another kind than a process writes
-            that is refused.
-        refused: reasons in the coordinator's answers to its handshakes.
-    """
+    """A start of a process, and what its log says until the next one."""
 
     place: str
-    runs: dict[str, str] = field(default_factory=dict)
-    declared: StartRecord | None = None
-    declared_at: str = ""
+    runs: dict[str, str] = field(default_factory=dict)  # first place of every run that its records name
+    declared: StartRecord | None = None  # what the process declared, if the log has it
+    declared_at: str = ""  # the place of that record
+    # Whether a record after the start is of a session, of a message, or of another kind than a process writes that is
+    # refused.
     joined: bool = False
-    refused: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # reasons in the coordinator's answers to its handshakes
 
     def take(self, place: str, record: LogRecord) -> None:
         """Add the next record."""
@@ -69,14 +61,10 @@ class Start:
 
 
 class Starts:
-    """Collects the starts of all processes while their logs are read.
-
-    Attributes:
-        of: the starts of each process, in the order of its log.
-    """
+    """Collects the starts of all processes while their logs are read."""
 
     def __init__(self) -> None:
-        self.of: dict[str, list[Start]] = {}
+        self.of: dict[str, list[Start]] = {}  # the starts of each process, in the order of its log
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add the next record of a process's log."""
@@ -169,25 +157,15 @@ _TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class SiteEvent:
-    """Something that happened to a process.
-
-    Args:
-        process: its name.
-        at: date and time, of the first if there are several.
-        place: log and line.
-        what: one line.
-        notable: whether it is more than the usual: a refusal, an expulsion, a change of data.
-        times: number of times.
-        last: date and time of the last one.
-    """
+    """Something that happened to a process."""
 
     process: str
-    at: str
-    place: str
-    what: str
-    notable: bool = False
-    times: int = 1
-    last: str = ""
+    at: str  # date and time, of the first if there are several
+    place: str  # log and line
+    what: str  # one line
+    notable: bool = False  # whether it is more than the usual: a refusal, an expulsion, a change of data
+    times: int = 1  # number of times
+    last: str = ""  # date and time of the last one
 
     @property
     def line(self) -> str:

@@ -32,18 +32,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One discrepancy that the audit found.
+    """One discrepancy that the audit found."""
 
-    Args:
-        cause: what it contradicts.
-        place: file and line.
-        what: the discrepancy, in one line.
-        process: the process whose log is missing, or lacks a message that another one has; empty for other causes.
-    """
-
-    cause: Cause
-    place: str
-    what: str
+    cause: Cause  # what it contradicts
+    place: str  # file and line
+    what: str  # the discrepancy, in one line
+    # The process whose log is missing, or lacks a message that another one has; empty for other causes.
     process: str = ""
 
     def to_plain(self) -> dict[str, str]:

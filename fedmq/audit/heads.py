@@ -24,29 +24,18 @@ _ALLOWED = "a file of heads that `fedmq audit RUN --heads FILE` wrote, or the di
 
 
 class Head(Stored):
-    """The head of one log.
+    """The head of one log."""
 
-    Args:
-        records: number of records.
-        head: hash of the last one, computed from the records' content.
-        keys: fingerprints of the keys that the process signed with.
-    """
-
-    records: int = Field(ge=0)
-    head: str
-    keys: list[Digest]
+    records: int = Field(ge=0)  # number of records
+    head: str  # hash of the last one, computed from the records' content
+    keys: list[Digest]  # fingerprints of the keys that the process signed with
 
 
 class Heads(Stored):
-    """The heads of all logs of a run.
+    """The heads of all logs of a run."""
 
-    Args:
-        run: the run's name; empty if no log is signed.
-        heads: heads by process.
-    """
-
-    run: str
-    heads: dict[str, Head]
+    run: str  # the run's name; empty if no log is signed
+    heads: dict[str, Head]  # heads by process
 
     @property
     def text(self) -> str:

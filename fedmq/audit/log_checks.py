@@ -50,47 +50,35 @@ _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only wh
 # ------------------------------------------------------------------------------------------------------ the audit
 @dataclass
 class Audit:
-    """The result of auditing a run's logs.
+    """The result of auditing a run's logs."""
 
-    Args:
-        findings: discrepancies; empty if the logs are consistent in themselves and with each other.
-        records: number of records read, by process.
-        payloads: number and tensor bytes of the payloads that each process sent, by its own log.
-        frames: all frames that each process sent [bytes].
-        refused: number of refused frames, by process and reason.
-        inline: the silos ran inside the coordinator and exchanged no messages, so there is nothing to check.
-        undelivered: number of messages that were sent but not logged as received: they were refused, or in transit
-            when a process ended.
-        messages: every record of a sealed message with its file and line, as each end logged it.
-        finished: the run has a summary, so that its release and its final evaluation are checked, too.
-        written: processes that are writing their logs now; messages sent while the logs are read one by one may show
-            as discrepancies.
-        signatures: signatures of each log, by process.
-        keyless: processes of which the auditor, who has public keys, has none.
-        refused_starts: a sentence for each process that was refused before it joined; no difference.
-        compared: the files of the run folder whose content is that of the digests in the coordinator's signed log.
-        ends: number of last records of each log that could be changed without the keys of all processes.
-        events: what happened to each process: joins, refusals, expulsions, data, versions.
-        clocks: a sentence for each process whose clock differs from the coordinator's.
-    """
-
+    # Discrepancies; empty if the logs are consistent in themselves and with each other.
     findings: list[Finding] = field(default_factory=list)
-    records: Counter[str] = field(default_factory=Counter)
+    records: Counter[str] = field(default_factory=Counter)  # number of records read, by process
+    # Number and tensor bytes of the payloads that each process sent, by its own log.
     payloads: SentPayloads = field(default_factory=SentPayloads)
-    frames: Counter[str] = field(default_factory=Counter)
+    frames: Counter[str] = field(default_factory=Counter)  # all frames that each process sent [bytes]
+    # Number of refused frames, by process and reason.
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    # Number of messages that were sent but not logged as received: they were refused, or in transit when a process
+    # ended.
     undelivered: int = 0
-    inline: bool = False
+    inline: bool = False  # the silos ran inside the coordinator and exchanged no messages, so there is nothing to check
+    # Every record of a sealed message with its file and line, as each end logged it.
     messages: list[tuple[str, MessageRecord]] = field(default_factory=list)
-    finished: bool = False
+    finished: bool = False  # the run has a summary, so that its release and its final evaluation are checked, too
+    # Processes that are writing their logs now; messages sent while the logs are read one by one may show as
+    # discrepancies.
     written: tuple[str, ...] = ()
-    signatures: dict[str, SignedLog] = field(default_factory=dict)
-    keyless: tuple[str, ...] = ()
-    refused_starts: tuple[str, ...] = ()
+    signatures: dict[str, SignedLog] = field(default_factory=dict)  # signatures of each log, by process
+    keyless: tuple[str, ...] = ()  # processes of which the auditor, who has public keys, has none
+    refused_starts: tuple[str, ...] = ()  # a sentence for each process that was refused before it joined; no difference
+    # The files of the run folder whose content is that of the digests in the coordinator's signed log.
     compared: tuple[str, ...] = ()
+    # Number of last records of each log that could be changed without the keys of all processes.
     ends: Mapping[str, int] = field(default_factory=dict)
-    events: tuple[SiteEvent, ...] = ()
-    clocks: tuple[str, ...] = ()
+    events: tuple[SiteEvent, ...] = ()  # what happened to each process: joins, refusals, expulsions, data, versions
+    clocks: tuple[str, ...] = ()  # a sentence for each process whose clock differs from the coordinator's
 
     @property
     def absent(self) -> list[str]:
@@ -152,31 +140,21 @@ _Frames = dict[Frame, tuple[str, MessageRecord]]
 
 @dataclass
 class _Logs:
-    """Facts collected from all logs.
+    """Facts collected from all logs."""
 
-    Args:
-        sent: frames as their senders logged them.
-        received: frames as their receivers logged them.
-        handshakes: count and last place, by action, kind, sender and receiver.
-        named: processes that a record mentions, with the first place.
-        inline: processes whose logs note that nothing was sent, with the place of that note.
-        exchanged: whether any log has a message or a handshake.
-        course: facts to compare with the rest of the run folder.
-        signed: signatures, and what processes declared at their starts.
-        results: digests of the files of a finished run.
-        events: what happened to each process.
-    """
-
-    sent: _Frames = field(default_factory=dict)
-    received: _Frames = field(default_factory=dict)
+    sent: _Frames = field(default_factory=dict)  # frames as their senders logged them
+    received: _Frames = field(default_factory=dict)  # frames as their receivers logged them
+    # Count and last place, by action, kind, sender and receiver.
     handshakes: dict[tuple[str, str, str, str], tuple[int, str]] = field(default_factory=dict)
-    named: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)  # processes that a record mentions, with the first place
+    # Processes whose logs note that nothing was sent, with the place of that note.
     inline: list[tuple[str, str]] = field(default_factory=list)
-    exchanged: bool = False
-    course: LoggedRun = field(default_factory=LoggedRun)
+    exchanged: bool = False  # whether any log has a message or a handshake
+    course: LoggedRun = field(default_factory=LoggedRun)  # facts to compare with the rest of the run folder
+    # Signatures, and what processes declared at their starts.
     signed: SignatureChecks = field(default_factory=SignatureChecks)
-    results: ResultChecks = field(default_factory=ResultChecks)
-    events: SiteEvents = field(default_factory=SiteEvents)
+    results: ResultChecks = field(default_factory=ResultChecks)  # digests of the files of a finished run
+    events: SiteEvents = field(default_factory=SiteEvents)  # what happened to each process
 
 
 def log_files(folder: Path, elsewhere: Sequence[Path] = ()) -> list[Path]:

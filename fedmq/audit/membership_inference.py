@@ -45,17 +45,12 @@ _CHUNK = 1024  # items embedded at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % confidence interval.
-
-    Args:
-        value: the estimate.
-        low: lower bound; None if there is no interval: fewer than two members or non-members, or no variance.
-        high: upper bound; likewise.
-    """
+    """A value with its 95 % confidence interval."""
 
     value: float
+    # Lower bound; None if there is no interval: fewer than two members or non-members, or no variance.
     low: float | None
-    high: float | None
+    high: float | None  # upper bound; likewise
 
     def __str__(self) -> str:
         if self.low is None or self.high is None:
@@ -65,46 +60,29 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How well the score separates training items (members) from held-out items.
+    """How well the score separates training items (members) from held-out items."""
 
-    Args:
-        modalities: modalities of the silo; for the test over all silos, of any silo.
-        trained: whether replies of the silo were merged. If not, its items are not members, and the test is a control.
-        members: number of training items.
-        others: number of held-out items.
-        auc: area under the ROC curve: the probability that a random member scores above a random held-out item.
-        tpr: true-positive rate at a false-positive rate of FALSE_POSITIVES.
-        untrained: AUC of the initial model.
-        added: ``auc`` minus ``untrained``: the effect of training.
-    """
-
-    modalities: tuple[str, ...]
+    modalities: tuple[str, ...]  # modalities of the silo; for the test over all silos, of any silo
+    # Whether replies of the silo were merged. If not, its items are not members, and the test is a control.
     trained: bool
-    members: int
-    others: int
-    auc: Estimate
-    tpr: float
-    untrained: float
-    added: Estimate
+    members: int  # number of training items
+    others: int  # number of held-out items
+    auc: Estimate  # area under the ROC curve: the probability that a random member scores above a random held-out item
+    tpr: float  # true-positive rate at a false-positive rate of FALSE_POSITIVES
+    untrained: float  # AUC of the initial model
+    added: Estimate  # ``auc`` minus ``untrained``: the effect of training
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of the membership-inference test of one run.
+    """Result of the membership-inference test of one run."""
 
-    Args:
-        digest: SHA-256 (hex) of the released model.
-        personal: the silos also have personal parameters, which are not released and not tested.
-        split: the evaluated split, which provides the held-out items.
-        overall: training items of all silos whose replies were merged, against the whole split.
-        per_silo: training items of each silo against its part of the split, which was partitioned in the same
-            proportions; silos without either are left out.
-    """
-
-    digest: str
-    personal: bool
-    split: str
-    overall: ProbeResult
+    digest: str  # SHA-256 (hex) of the released model
+    personal: bool  # the silos also have personal parameters, which are not released and not tested
+    split: str  # the evaluated split, which provides the held-out items
+    overall: ProbeResult  # training items of all silos whose replies were merged, against the whole split
+    # Training items of each silo against its part of the split, which was partitioned in the same proportions; silos
+    # without either are left out.
     per_silo: Mapping[str, ProbeResult]
 
     def to_plain(self) -> dict[str, object]:

@@ -95,14 +95,12 @@ class Policy(Ways):
     Args:
         up: what each silo may send.
         down: what each silo may receive.
-        evaluator: what the evaluator may send and receive; ``up`` and ``down`` do not apply to it.
-        silos: exceptions by silo name; a key given here replaces that key of ``up`` or ``down``, the others stay.
-        peers: the processes that may send or receive messages at all; None allows every process.
     """
 
-    evaluator: Ways = Ways()
+    evaluator: Ways = Ways()  # what the evaluator may send and receive; ``up`` and ``down`` do not apply to it
+    # Exceptions by silo name; a key given here replaces that key of ``up`` or ``down``, the others stay.
     silos: dict[Name, Ways] = Field(default_factory=dict)
-    peers: list[Name] | None = None
+    peers: list[Name] | None = None  # the processes that may send or receive messages at all; None allows every process
 
     def rule(self, process: str, way: Way) -> tuple[Rule, dict[str, str]]:
         """The rule of a process for one direction, and for each of its keys the place in the policy file."""
@@ -145,25 +143,15 @@ def read_policy(path: Path) -> Policy:
 
 @dataclass(frozen=True)
 class Breach:
-    """A message that broke a rule.
+    """A message that broke a rule."""
 
-    Args:
-        place: log and line.
-        process: the silo, or the evaluator, to which the rule applies.
-        way: ``up`` if that process sent the message, ``down`` if it received it.
-        message: kind of the message.
-        payload: kind of the payload that broke the rule; None if the whole message did.
-        bytes: size of that payload's tensors, of the message's frames, or of all messages so far, by rule.
-        rule: place of the rule in the policy, and what it allows.
-    """
-
-    place: str
-    process: str
-    way: Way
-    message: str
-    payload: str | None
-    bytes: int
-    rule: str
+    place: str  # log and line
+    process: str  # the silo, or the evaluator, to which the rule applies
+    way: Way  # ``up`` if that process sent the message, ``down`` if it received it
+    message: str  # kind of the message
+    payload: str | None  # kind of the payload that broke the rule; None if the whole message did
+    bytes: int  # size of that payload's tensors, of the message's frames, or of all messages so far, by rule
+    rule: str  # place of the rule in the policy, and what it allows
 
     @property
     def what(self) -> str:
@@ -174,21 +162,13 @@ class Breach:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of checking a run's messages against a policy.
+    """Result of checking a run's messages against a policy."""
 
-    Args:
-        file: the policy file.
-        checked: number of messages to which a rule applies; a message that both ends logged counts once.
-        free: number of messages to which no rule applies.
-        breaches: breaches in the order of the logs.
-        unknown: silos that the policy names and no log mentions.
-    """
-
-    file: Path
-    checked: int
-    free: int
-    breaches: tuple[Breach, ...]
-    unknown: tuple[str, ...]
+    file: Path  # the policy file
+    checked: int  # number of messages to which a rule applies; a message that both ends logged counts once
+    free: int  # number of messages to which no rule applies
+    breaches: tuple[Breach, ...]  # breaches in the order of the logs
+    unknown: tuple[str, ...]  # silos that the policy names and no log mentions
 
     @property
     def findings(self) -> list[Finding]:
@@ -344,7 +324,6 @@ class PolicyGuard:
 
     Args:
         policy: the rules; those for what this silo sends apply.
-        silo: its name.
         sent: bytes of messages that count in ``bytes_in_all`` and were sent before.
         report: called with one line on what is withheld, with the numbers compared.
 

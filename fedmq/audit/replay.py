@@ -53,47 +53,30 @@ _MEASUREMENT = "measurement of version"
 
 @dataclass(frozen=True)
 class Record:
-    """The part of a run that must be identical in its replay.
+    """The part of a run that must be identical in its replay."""
 
-    Args:
-        digest: digest of the released model.
-        released_with: digests of the payloads released with the model, by kind.
-        files: digests computed from the released files, by kind.
-        figures: values of the summary, by key.
-        events: in order; those that a resumed coordinator discarded because they came after its checkpoint are left
-            out.
-        messages: the distinct contents of each task and reply; more than one is an inconsistency.
-        lines: of ``metrics.jsonl`` without the real date and time, by kind and version.
-        measured: silos whose personal models were evaluated at the end of the run.
-        made_with: versions of fedmq, torch and Python, and the kind of processor.
-        resumed: number of times the coordinator resumed from a checkpoint.
-        ends: versions at which the run had ended before it was extended; they were evaluated in addition.
-    """
-
-    digest: str
-    released_with: Mapping[str, str]
-    files: Mapping[str, str]
-    figures: Mapping[str, object]
+    digest: str  # digest of the released model
+    released_with: Mapping[str, str]  # digests of the payloads released with the model, by kind
+    files: Mapping[str, str]  # digests computed from the released files, by kind
+    figures: Mapping[str, object]  # values of the summary, by key
+    # In order; those that a resumed coordinator discarded because they came after its checkpoint are left out.
     events: tuple[Mapping[str, Any], ...]
+    # The distinct contents of each task and reply; more than one is an inconsistency.
     messages: Mapping[Key, tuple[str, ...]]
+    # Of ``metrics.jsonl`` without the real date and time, by kind and version.
     lines: Mapping[tuple[str, int], MetricsLine]
-    measured: frozenset[str]
-    made_with: Mapping[str, str]
-    resumed: int
+    measured: frozenset[str]  # silos whose personal models were evaluated at the end of the run
+    made_with: Mapping[str, str]  # versions of fedmq, torch and Python, and the kind of processor
+    resumed: int  # number of times the coordinator resumed from a checkpoint
+    # Versions at which the run had ended before it was extended; they were evaluated in addition.
     ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between a run and its replay.
+    """The first difference between a run and its replay."""
 
-    Args:
-        place: event, message, line or key that differs.
-        was: its content in the run.
-        now: its content in the replay.
-    """
-
-    place: str
+    place: str  # event, message, line or key that differs
     was: str
     now: str
 

@@ -39,29 +39,18 @@ _FINDINGS = 1000
 
 @dataclass(frozen=True)
 class Flow:
-    """Payloads of one kind that a process sent in one round.
+    """Payloads of one kind that a process sent in one round."""
 
-    Args:
-        process: the process that sent them.
-        modalities: modalities of the silo according to the summary; empty if unknown or not a silo.
-        direction: ``up`` to the coordinator, ``down`` from it.
-        kind: kind of payload.
-        round: number of the merge for which they were sent or that they measure; empty for what belongs to none.
-        first: date and time of the first one, by the sender's clock.
-        last: date and time of the last one.
-        payloads: their number.
-        bytes: total size of their tensors [bytes].
-    """
-
-    process: str
-    modalities: str
-    direction: str
-    kind: str
+    process: str  # the process that sent them
+    modalities: str  # modalities of the silo according to the summary; empty if unknown or not a silo
+    direction: str  # ``up`` to the coordinator, ``down`` from it
+    kind: str  # kind of payload
+    # Number of the merge for which they were sent or that they measure; empty for what belongs to none.
     round: int | str
-    first: str
-    last: str
-    payloads: int
-    bytes: int
+    first: str  # date and time of the first one, by the sender's clock
+    last: str  # date and time of the last one
+    payloads: int  # their number
+    bytes: int  # total size of their tensors [bytes]
 
 
 def flows_of(audit: Audit, summary: RunSummary | None = None) -> Iterator[Flow]:
@@ -234,38 +223,23 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence that an auditor has in addition to the run folder.
+    """Evidence that an auditor has in addition to the run folder."""
 
-    Args:
-        keys: folder of the processes' public keys; None without one.
-        former: processes that signed with keys which have since been replaced or removed.
-        heads: heads noted before, with which the logs agree.
-        page: what :func:`differing_page` says of the run's report.
-        profiled: the run folder holds a profile.
-    """
-
-    keys: Path | None = None
-    heads: bool = False
-    former: tuple[str, ...] = ()
-    page: str | None = None
+    keys: Path | None = None  # folder of the processes' public keys; None without one
+    heads: bool = False  # heads noted before, with which the logs agree
+    former: tuple[str, ...] = ()  # processes that signed with keys which have since been replaced or removed
+    page: str | None = None  # what differing_page says of the run's report
     profiled: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit shows, in one sentence each.
+    """What an audit shows, in one sentence each."""
 
-    Args:
-        holds: what holds.
-        not_proven: what is not proven.
-        fails: what does not hold; empty without contradictions.
-        incomplete: which logs are missing and where they are; empty if they are all there, or others contradict.
-    """
-
-    holds: str
-    not_proven: str
-    fails: str = ""
-    incomplete: str = ""
+    holds: str  # what holds
+    not_proven: str  # what is not proven
+    fails: str = ""  # what does not hold; empty without contradictions
+    incomplete: str = ""  # which logs are missing and where they are; empty if they are all there, or others contradict
 
 
 def verdict(audit: Audit, evidence: Evidence) -> Verdict:

@@ -42,14 +42,10 @@ from fedmq.wire.payloads import (
 
 @dataclass
 class ResultChecks:
-    """The last digests that the coordinator noted.
+    """The last digests that the coordinator noted."""
 
-    Args:
-        noted: place of the note, and its digests by file; None without one.
-        after: places of the coordinator's messages after the note that are not its last ones to its peers.
-    """
-
-    noted: tuple[str, Mapping[str, Fact]] | None = None
+    noted: tuple[str, Mapping[str, Fact]] | None = None  # place of the note, and its digests by file; None without one
+    # Places of the coordinator's messages after the note that are not its last ones to its peers.
     after: list[str] = field(default_factory=list)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
@@ -261,16 +257,12 @@ class TrafficChecks:
 
 @dataclass
 class LoggedData:
-    """Facts about the silos' data that the coordinator's log records.
+    """Facts about the silos' data that the coordinator's log records."""
 
-    Args:
-        stated: digests of the payloads of each process's statements, by process.
-        agreed: digests of the payloads of the agreements that the coordinator sent.
-        own: digests of the silos' evaluations on their own held-out items, by silo and version.
-    """
-
+    # Digests of the payloads of each process's statements, by process.
     stated: dict[str, set[str]] = field(default_factory=dict)
-    agreed: set[str] = field(default_factory=set)
+    agreed: set[str] = field(default_factory=set)  # digests of the payloads of the agreements that the coordinator sent
+    # Digests of the silos' evaluations on their own held-out items, by silo and version.
     own: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
     def take(self, record: MessageRecord) -> None:
@@ -317,11 +309,7 @@ def check_data(
 
 
 def _check_agreement(path: Path, logged: LoggedData, summary: RunSummary | None) -> Iterator[Finding]:
-    """Check what processes stated about their data.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Check what processes stated about their data."""
     if not path.exists():
         if summary is not None and logged.stated:
             yield wrong_result(str(path), "no such file, though processes stated their data")
@@ -379,15 +367,11 @@ def never_sent(summary: RunSummary) -> Iterator[Finding]:
 
 @dataclass
 class SentModels:
-    """The models of the tasks in the coordinator's log.
+    """The models of the tasks in the coordinator's log."""
 
-    Args:
-        first: silo, place and digest of the first model of each version and size; a method may send a part.
-        others: findings about other models of such a version.
-    """
-
+    # Silo, place and digest of the first model of each version and size; a method may send a part.
     first: dict[tuple[int, int], tuple[str, str, str]] = field(default_factory=dict)
-    others: list[Finding] = field(default_factory=list)
+    others: list[Finding] = field(default_factory=list)  # findings about other models of such a version
 
     def take(self, place: str, record: LogRecord) -> None:
         """Add a record of the coordinator's log."""

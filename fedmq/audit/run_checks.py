@@ -58,35 +58,25 @@ _Line = TypeVar("_Line", MergeLine, EvaluationLine, PersonalLine)
 
 @dataclass
 class LoggedRun:
-    """Facts about a run that its logs record.
+    """Facts about a run that its logs record."""
 
-    Args:
-        starts: the starts of each process, with the runs that its records name.
-        released: the coordinator's last note of what it released, with its place.
-        ended: place of the coordinator's last note that all rounds were done.
-        stopped: processes that the coordinator told to stop since it started.
-        replies: silo, base version and task of each reply that the coordinator accepted.
-        evaluated: the last evaluation request for each version, with its place.
-        measured: digests of the evaluator's answers that the coordinator accepted, by version.
-        personal: digests of accepted evaluations of personal models, by silo and version.
-        refused: silos of which the coordinator refused a readable message.
-        data: what the silos stated about their data, and their own evaluations.
-        traffic: what the coordinator sent and received.
-        models: the models that it sent.
-    """
-
-    starts: Starts = field(default_factory=Starts)
-    released: tuple[str, NoteRecord] | None = None
-    ended: str | None = None
-    stopped: set[str] = field(default_factory=set)
+    starts: Starts = field(default_factory=Starts)  # the starts of each process, with the runs that its records name
+    released: tuple[str, NoteRecord] | None = None  # the coordinator's last note of what it released, with its place
+    ended: str | None = None  # place of the coordinator's last note that all rounds were done
+    stopped: set[str] = field(default_factory=set)  # processes that the coordinator told to stop since it started
+    # Silo, base version and task of each reply that the coordinator accepted.
     replies: set[tuple[str, int, int | None]] = field(default_factory=set)
+    # The last evaluation request for each version, with its place.
     evaluated: dict[int, tuple[str, MessageRecord]] = field(default_factory=dict)
+    # Digests of the evaluator's answers that the coordinator accepted, by version.
     measured: dict[int, set[str]] = field(default_factory=dict)
+    # Digests of accepted evaluations of personal models, by silo and version.
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)  # silos of which the coordinator refused a readable message
+    # What the silos stated about their data, and their own evaluations.
     data: LoggedData = field(default_factory=LoggedData)
-    traffic: TrafficChecks = field(default_factory=TrafficChecks)
-    models: SentModels = field(default_factory=SentModels)
+    traffic: TrafficChecks = field(default_factory=TrafficChecks)  # what the coordinator sent and received
+    models: SentModels = field(default_factory=SentModels)  # the models that it sent
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add a record of a process's log."""
@@ -130,19 +120,12 @@ class LoggedRun:
 
 @dataclass
 class RunFiles:
-    """Metrics and summary of a run, read before its logs: the logs of a run in progress then cover all of them.
+    """Metrics and summary of a run, read before its logs: the logs of a run in progress then cover all of them."""
 
-    Args:
-        lines: lines of ``metrics.jsonl``; None if the file is invalid.
-        summary: None if there is none, or it is invalid.
-        finished: whether there is a summary file.
-        found: discrepancies found while reading the two files.
-    """
-
-    lines: list[MetricsLine] | None
-    summary: RunSummary | None
-    finished: bool
-    found: list[Finding]
+    lines: list[MetricsLine] | None  # lines of ``metrics.jsonl``; None if the file is invalid
+    summary: RunSummary | None  # None if there is none, or it is invalid
+    finished: bool  # whether there is a summary file
+    found: list[Finding]  # discrepancies found while reading the two files
 
 
 def read_run_files(folder: RunFolder) -> RunFiles:

@@ -44,38 +44,29 @@ _OWN_DATA = "own"
 
 @dataclass
 class SignedLog:
-    """The signatures of one log.
+    """The signatures of one log."""
 
-    Args:
-        starts: what the process declared at its starts, with places.
-        records: number of records.
-        head: hash of the last record, computed from the content of all records.
-        first: date and time of the first record.
-        last: date and time of the last record.
-        valid: valid signatures: number of records up to and including it, its key (hex) and its occasion.
-        trusted: the keys (hex) of the run that sign this log; the others are of refused starts, or a forger's.
-        invalid: places of invalid signatures.
-        headless: places of messages without their sender's head, since the first start.
-        accepted_later: position, peer and public key (hex) of what the process accepted after a start.
-        hashes: hashes of all records so far, as the log states them, with their positions.
-        aside: places of declared starts that were refused before the process joined.
-        broken: number of records before the first one that does not follow or was changed; None in an intact log.
-        idle: number of last records that only note a start, as of a process that ended before it declared anything.
-    """
-
+    # What the process declared at its starts, with places.
     starts: list[tuple[str, StartRecord]] = field(default_factory=list)
-    records: int = 0
-    head: str = ""
-    first: str = ""
-    last: str = ""
+    records: int = 0  # number of records
+    head: str = ""  # hash of the last record, computed from the content of all records
+    first: str = ""  # date and time of the first record
+    last: str = ""  # date and time of the last record
+    # Valid signatures: number of records up to and including it, its key (hex) and its occasion.
     valid: list[tuple[int, str, SignedAt]] = field(default_factory=list)
+    # The keys (hex) of the run that sign this log; the others are of refused starts, or a forger's.
     trusted: frozenset[str] = frozenset()
-    invalid: list[str] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)  # places of invalid signatures
+    # Places of messages without their sender's head, since the first start.
     headless: list[str] = field(default_factory=list)
+    # Position, peer and public key (hex) of what the process accepted after a start.
     accepted_later: list[tuple[int, str, str]] = field(default_factory=list)
+    # Hashes of all records so far, as the log states them, with their positions.
     hashes: dict[str, int] = field(default_factory=dict)
-    aside: frozenset[str] = frozenset()
+    aside: frozenset[str] = frozenset()  # places of declared starts that were refused before the process joined
+    # Number of records before the first one that does not follow or was changed; None in an intact log.
     broken: int | None = None
+    # Number of last records that only note a start, as of a process that ended before it declared anything.
     idle: int = 0
 
     def add(self, record: LogRecord) -> None:
@@ -145,16 +136,11 @@ class SignedLog:
 
 
 class SignatureChecks:
-    """Collects signatures and declarations while logs are read, and compares them at the end.
-
-    Attributes:
-        logs: signatures by process.
-        found: discrepancies so far.
-    """
+    """Collects signatures and declarations while logs are read, and compares them at the end."""
 
     def __init__(self) -> None:
-        self.logs: dict[str, SignedLog] = {}
-        self.found: list[Finding] = []
+        self.logs: dict[str, SignedLog] = {}  # signatures by process
+        self.found: list[Finding] = []  # discrepancies so far
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
         """Add the next record of a process's log."""
@@ -366,14 +352,10 @@ def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageReco
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """Public keys by the name of their process, each as 64 hexadecimal digits.
+    """Public keys by the name of their process, each as 64 hexadecimal digits."""
 
-    Args:
-        accepted: the accepted keys, and those of the folder's own processes.
-        former: keys that were accepted before they were replaced or removed.
-    """
-
-    accepted: Mapping[str, str]
+    accepted: Mapping[str, str]  # the accepted keys, and those of the folder's own processes
+    # Keys that were accepted before they were replaced or removed.
     former: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @classmethod

@@ -35,27 +35,19 @@ TextKind = Literal["sentences", "bag"]
 
 @dataclass(frozen=True)
 class DataSet:
-    """One entry of the catalogue.
+    """One entry of the catalogue."""
 
-    Args:
-        summary: one line for ``fedmq data list``.
-        reader: makes a :class:`~fedmq.data.raw_set.RawSet` of the scenario's ``data``; of a built-in set the name
-            ``module.function`` below ``fedmq.data.readers``, which is imported when it is read.
-        draw: split sizes used in the literature, for sets distributed without a split.
-        text: default text representation; ``data.text`` overrides it.
-        val_apart: exclude validation items from the gallery, e.g. because they were taken from the query list.
-        items: number of items used in the literature; 0 if it varies.
-        labels: number of labels of these items; 0 if there are none or it varies.
-        packaged: it comes from an installed package: no path is needed, and its files are read in this process.
-    """
-
-    summary: str
+    summary: str  # one line for ``fedmq data list``
+    # Makes a RawSet of the scenario's ``data``; of a built-in set the name ``module.function`` below
+    # ``fedmq.data.readers``, which is imported when it is read.
     reader: str | Callable[[Data], RawSet]
-    draw: Draw = OWN
-    text: TextKind = "sentences"
+    draw: Draw = OWN  # split sizes used in the literature, for sets distributed without a split
+    text: TextKind = "sentences"  # default text representation; ``data.text`` overrides it
+    # Exclude validation items from the gallery, e.g. because they were taken from the query list.
     val_apart: bool = False
-    items: int = 0
-    labels: int = 0
+    items: int = 0  # number of items used in the literature; 0 if it varies
+    labels: int = 0  # number of labels of these items; 0 if there are none or it varies
+    # It comes from an installed package: no path is needed, and its files are read in this process.
     packaged: bool = False
 
     def read(self, data: Data) -> RawSet:

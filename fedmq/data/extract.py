@@ -249,29 +249,17 @@ def left_out(data: Data) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ExtractionPlan:
-    """What to extract from a raw set, and under which cache keys.
+    """What to extract from a raw set, and under which cache keys."""
 
-    Args:
-        raw: the items to use.
-        kind: kind of text.
-        split: uint8 [n], indices into ``SPLITS``.
-        origin: where the split comes from.
-        image: image encoder.
-        text: text encoder; None for bags of words.
-        image_key: cache key of the image features.
-        text_key: cache key of the text features.
-        digest: digest of the prepared folder.
-    """
-
-    raw: RawSet
-    kind: TextKind
-    split: npt.NDArray[np.uint8]
-    origin: str
-    image: Encoder
-    text: Encoder | None
-    image_key: str
-    text_key: str
-    digest: str
+    raw: RawSet  # the items to use
+    kind: TextKind  # kind of text
+    split: npt.NDArray[np.uint8]  # uint8 [n], indices into ``SPLITS``
+    origin: str  # where the split comes from
+    image: Encoder  # image encoder
+    text: Encoder | None  # text encoder; None for bags of words
+    image_key: str  # cache key of the image features
+    text_key: str  # cache key of the text features
+    digest: str  # digest of the prepared folder
 
     @property
     def finish(self) -> Callable[..., None]:
@@ -378,7 +366,7 @@ def prepare_raw(
             "val_apart": catalogue.find(data.name).val_apart,
             **save_present(into, raw.present(todo.kind)),
         }
-        image, text = (np.load(path, mmap_mode="r", allow_pickle=False) for path in (image_rows, text_rows))
+        image, text = (mapped(path) for path in (image_rows, text_rows))
         warnings = _with_captions(of_vectors(image, text, counts, raw.present(todo.kind), todo.split), raw, todo.text)
         described = partial(todo.finish, vocabulary=_words(todo), warnings=warnings)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)

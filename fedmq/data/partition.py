@@ -33,19 +33,12 @@ MOST_DRAWS = 100
 
 @dataclass(frozen=True, eq=False)
 class PartitionPlan:
-    """Proportions by which :func:`deal` partitions any split.
-
-    Args:
-        partition: the scenario's partition section.
-        silos: number K of silos.
-        proportions: float64 [G, K]. With ``dir_class`` and ``shards_classes``, row g is group g's distribution over
-            silos (rows sum to 1); with ``dir_clusters``, column k is silo k's distribution over groups (columns sum
-            to 1).
-        seed: the scenario's seed.
-    """
+    """Proportions by which :func:`deal` partitions any split."""
 
     partition: Partition
-    silos: int
+    silos: int  # number K of silos
+    # Float64 [G, K]. With ``dir_class`` and ``shards_classes``, row g is group g's distribution over silos (rows sum to
+    # 1); with ``dir_clusters``, column k is silo k's distribution over groups (columns sum to 1).
     proportions: F64
     seed: int
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,43 +40,25 @@ _AGAIN = "a prepared data set; delete the folder to prepare it again"
 
 
 class PreparedMeta(Stored):
-    """``meta.json``: metadata of a prepared data set.
+    """``meta.json``: metadata of a prepared data set."""
 
-    Args:
-        format: format version of the folder.
-        digest: SHA-256 (hex) of the sources of the arrays.
-        source: description of the sources.
-        n: number of items.
-        image_shape: shape of one image input.
-        text_shape: shape of one caption input.
-        image_dtype: dtype name of the image inputs.
-        text_dtype: dtype name of the caption inputs.
-        captions: maximum number of captions of an item.
-        label_names: names of the L labels.
-        vocabulary: words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
-        mean: mean of each image channel; empty for features.
-        std: standard deviation of each image channel; empty for features.
-        warnings: counts of what is probably unintended.
-        split: where the split comes from.
-        ignored: a line for each reason for which files were not read.
-    """
-
-    format: Literal[1]
-    digest: str
-    source: dict[str, JsonValue]
-    n: int
-    image_shape: list[int]
-    text_shape: list[int]
-    image_dtype: str
-    text_dtype: str
-    captions: int | None = None
-    label_names: list[str]
+    format: Literal[1]  # format version of the folder
+    digest: str  # SHA-256 (hex) of the sources of the arrays
+    source: dict[str, JsonValue]  # description of the sources
+    n: int  # number of items
+    image_shape: list[int]  # shape of one image input
+    text_shape: list[int]  # shape of one caption input
+    image_dtype: str  # dtype name of the image inputs
+    text_dtype: str  # dtype name of the caption inputs
+    captions: int | None = None  # maximum number of captions of an item
+    label_names: list[str]  # names of the L labels
+    # Words of the bags of words, in the order of their columns; empty if unknown, or for other texts.
     vocabulary: list[str] = Field(default_factory=list)
-    mean: list[float]
-    std: list[float]
-    warnings: DataWarnings = DataWarnings()
-    split: str
-    ignored: list[str] = Field(default_factory=list)
+    mean: list[float]  # mean of each image channel; empty for features
+    std: list[float]  # standard deviation of each image channel; empty for features
+    warnings: DataWarnings = DataWarnings()  # counts of what is probably unintended
+    split: str  # where the split comes from
+    ignored: list[str] = Field(default_factory=list)  # a line for each reason for which files were not read
 
 
 class _Content(Stored):
@@ -91,15 +74,10 @@ Present = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared data set; its arrays are opened lazily as read-only memory maps.
+    """A prepared data set; its arrays are opened lazily as read-only memory maps."""
 
-    Args:
-        folder: folder in the cache.
-        meta: contents of ``meta.json``.
-    """
-
-    folder: Path
-    meta: PreparedMeta
+    folder: Path  # folder in the cache
+    meta: PreparedMeta  # contents of ``meta.json``
 
     @property
     def n(self) -> int:
@@ -173,11 +151,7 @@ class Prepared:
         return [*sentences(self.meta.warnings), *labels, *heldout, *sites]
 
     def _map(self, name: str, dtype: str, *shape: int) -> Array:
-        """An array of a file.
-
-        Raises:
-            InputError: it is missing or damaged, or has another dtype or shape than ``meta.json`` says.
-        """
+        """An array of a file."""
         array = mapped(self.folder / name)
         if array.dtype.name != dtype or not array.dtype.isnative or array.shape != shape:
             raise InputError(str(self.folder / name), f"{array.dtype.name} {list(array.shape)}", _AGAIN)
@@ -299,6 +273,11 @@ def prepared_key(*parts: object) -> str:
     return key_of("prepared", 2, *parts)
 
 
+# NumPy parses a header with ast.literal_eval, which fails now and then if two threads use it at once (python/cpython
+# issue 106905): "AST constructor recursion depth mismatch".
+_HEADERS: Final = threading.Lock()
+
+
 def mapped(path: Path, allowed: str = _AGAIN) -> Array:
     """Memory-map an array that fedmq has written, by default of prepared data, read-only.
 
@@ -311,7 +290,8 @@ def mapped(path: Path, allowed: str = _AGAIN) -> Array:
     """
     check_regular(path, allowed, _MOST_BYTES)
     try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with _HEADERS:
+            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy raises many types on a damaged header
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(str(path), reason, allowed) from None
@@ -343,7 +323,7 @@ def finish(
     ignored: Sequence[str] = (),
 ) -> None:
     """Write ``keys.json``, ``column.json`` and then ``meta.json`` for the arrays already in ``folder``."""
-    image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
+    image, text = (mapped(folder / name) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
         format=1,
         digest=digest,
@@ -353,7 +333,7 @@ def finish(
         text_shape=list(text.shape[1:]),
         image_dtype=image.dtype.name,
         text_dtype=text.dtype.name,
-        captions=int(np.load(folder / "captions.npy", allow_pickle=False).max()),
+        captions=int(mapped(folder / "captions.npy").max()),
         label_names=list(label_names),
         warnings=warnings,
         split=split,

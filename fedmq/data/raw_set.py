@@ -45,39 +45,24 @@ def is_number(text: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RawSet:
-    """A data set before encoding, its items in a fixed order.
+    """A data set before encoding, its items in a fixed order."""
 
-    Args:
-        place: source named in error messages, e.g. the annotation file.
-        keys: n unique item keys.
-        images: n images or videos.
-        captions: n tuples of captions, possibly empty.
-        bag: bag of words [n, V] (0/1 or counts), or None.
-        vocabulary: the V words of ``bag``; empty if the data set does not name them.
-        labels: multi-hot uint8 [n, L], or None.
-        label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
-        split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
-        stamps: n fingerprints of the images; None if their files have not been read.
-        column: n values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
-        unpaired: items may lack their image or their captions, because the set declares this for each item.
-        ignored: names of files and items that are not read, by the reason.
-        split_remark: what to say about where the split comes from; possibly empty.
-    """
-
-    place: str
-    keys: tuple[str, ...]
-    images: Images
-    captions: tuple[tuple[str, ...], ...]
-    bag: Array | None = None
-    labels: U8 | None = None
-    label_names: tuple[str, ...] = ()
-    split: U8 | None = None
-    stamps: tuple[str, ...] | None = None
+    place: str  # source named in error messages, e.g. the annotation file.
+    keys: tuple[str, ...]  # n unique item keys
+    images: Images  # n images or videos
+    captions: tuple[tuple[str, ...], ...]  # n tuples of captions, possibly empty
+    bag: Array | None = None  # bag of words [n, V] (0/1 or counts), or None
+    labels: U8 | None = None  # multi-hot uint8 [n, L], or None
+    label_names: tuple[str, ...] = ()  # L names; names of two-level labels start with ``coarse:`` or ``fine:``
+    split: U8 | None = None  # uint8 [n], indices into ``SPLITS``; None if the set has no official split
+    stamps: tuple[str, ...] | None = None  # n fingerprints of the images; None if their files have not been read
+    # N values of ``data.column``, by which ``partition.kind column`` partitions the items; None without it.
     column: tuple[str, ...] | None = None
-    vocabulary: tuple[str, ...] = ()
-    unpaired: bool = False
+    vocabulary: tuple[str, ...] = ()  # the V words of ``bag``; empty if the data set does not name them
+    unpaired: bool = False  # items may lack their image or their captions, because the set declares this for each item
+    # Names of files and items that are not read, by the reason.
     ignored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    split_remark: str = ""
+    split_remark: str = ""  # what to say about where the split comes from; possibly empty
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -396,15 +381,10 @@ _THREADS, _BATCH = 8, 64
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What opening the images of a data set found.
+    """What opening the images of a data set found."""
 
-    Args:
-        tried: number of images that were opened.
-        names: ``name (reason)`` of those that cannot be read.
-    """
-
-    tried: int
-    names: tuple[str, ...]
+    tried: int  # number of images that were opened
+    names: tuple[str, ...]  # ``name (reason)`` of those that cannot be read
 
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:

@@ -30,19 +30,12 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SiloRows:
-    """A silo's training items by what the silo can use of them; int64 rows of the data set, ascending.
+    """A silo's training items by what the silo can use of them; int64 rows of the data set, ascending."""
 
-    Args:
-        dataset: items with all of the silo's modalities; in a silo with both, its pairs.
-        image_only: further items of a silo with both modalities, with an image only.
-        text_only: likewise, with captions only.
-        unusable: items without any of the silo's modalities.
-    """
-
-    dataset: I64
-    image_only: I64
-    text_only: I64
-    unusable: I64
+    dataset: I64  # items with all of the silo's modalities; in a silo with both, its pairs
+    image_only: I64  # further items of a silo with both modalities, with an image only
+    text_only: I64  # likewise, with captions only
+    unusable: I64  # items without any of the silo's modalities
 
 
 def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRows:
@@ -115,14 +108,10 @@ class CaptionRows:
     """The captions of n items: ``text[items, numbers]`` are inputs [B, ...] of one caption of each of some items.
 
     Items differ in their number of captions, so the captions are stored one after the other, without padding.
-
-    Args:
-        values: [N, ...], all captions.
-        first: int64 [n], row of each item's first caption.
     """
 
-    values: Tensor
-    first: Tensor
+    values: Tensor  # [N, ...], all captions
+    first: Tensor  # int64 [n], row of each item's first caption
 
     def __len__(self) -> int:
         return len(self.first)
@@ -154,21 +143,13 @@ def joined(parts: Sequence[CaptionRows]) -> CaptionRows:
 
 @dataclass(frozen=True)
 class SiloDataset:
-    """One silo's dataset.
+    """One silo's dataset."""
 
-    Args:
-        image: [n, *image_shape] in the prepared dtype; None if the silo has no images.
-        text: caption inputs in the prepared dtype; None if the silo has no captions.
-        captions: int64 [n], number of captions of each item; all 1 if the silo has no captions.
-        labels: multi-hot uint8 [n, L]; None if the data set has no labels.
-        rows: int64 [n], rows of the items in the data set.
-    """
-
-    image: Tensor | None
-    text: CaptionRows | None
-    captions: Tensor
-    labels: Tensor | None
-    rows: Tensor
+    image: Tensor | None  # [n, *image_shape] in the prepared dtype; None if the silo has no images
+    text: CaptionRows | None  # caption inputs in the prepared dtype; None if the silo has no captions
+    captions: Tensor  # int64 [n], number of captions of each item; all 1 if the silo has no captions
+    labels: Tensor | None  # multi-hot uint8 [n, L]; None if the data set has no labels
+    rows: Tensor  # int64 [n], rows of the items in the data set
 
     def __len__(self) -> int:
         return self.rows.shape[0]

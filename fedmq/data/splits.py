@@ -27,17 +27,11 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """Number of items to sample for each split of a set that is distributed without one.
+    """Number of items to sample for each split of a set that is distributed without one."""
 
-    Args:
-        queries: test items; None means a 80/10/10 split.
-        val: validation items.
-        train: training items; the rest becomes ``database``. None trains on the whole rest.
-    """
-
-    queries: int | None = None
-    val: int = 0
-    train: int | None = None
+    queries: int | None = None  # test items; None means a 80/10/10 split
+    val: int = 0  # validation items
+    train: int | None = None  # training items; the rest becomes ``database``. None trains on the whole rest.
 
 
 #: For sets distributed with a split, and for sets without published split sizes.

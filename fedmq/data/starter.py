@@ -73,34 +73,22 @@ def reader_of(path: Path, *, images_alone: bool = False) -> str:
 
 @dataclass(frozen=True)
 class OwnData:
-    """A user's data, counted.
+    """A user's data, counted."""
 
-    Args:
-        name: ``data.name``.
-        path: absolute path.
-        items: number of items.
-        captions: number of captions.
-        pairs: number of items with an image and captions.
-        left_out: names of the items that lack an image or captions and are left out, each with the reason.
-        ignored: a line for each reason for which files are not read.
-        example: one item with its captions and labels, in a line; empty if captions are unknown as text.
-        unopened: number of images that were not opened, because there are very many.
-        missing: the ``data.missing`` with which these items are read; empty for the default.
-        split: number of training and of test pairs, of data that define the split or whose split is always drawn in
-            these proportions; None if the scenario can say how many to draw.
-    """
-
-    name: str
-    path: Path
-    items: int
-    captions: int
-    pairs: int
+    name: str  # ``data.name``
+    path: Path  # absolute path
+    items: int  # number of items
+    captions: int  # number of captions
+    pairs: int  # number of items with an image and captions
+    # Number of training and of test pairs, of data that define the split or whose split is always drawn in these
+    # proportions; None if the scenario can say how many to draw.
     split: tuple[int, int] | None
+    # Names of the items that lack an image or captions and are left out, each with the reason.
     left_out: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    example: str = ""
-    unopened: int = 0
-    missing: str = ""
+    ignored: tuple[str, ...] = ()  # a line for each reason for which files are not read
+    example: str = ""  # one item with its captions and labels, in a line; empty if captions are unknown as text
+    unopened: int = 0  # number of images that were not opened, because there are very many
+    missing: str = ""  # the ``data.missing`` with which these items are read; empty for the default
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -176,19 +164,12 @@ def _where(raw: RawSet, incomplete: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of the first scenario.
+    """Settings of the first scenario."""
 
-    Args:
-        silos: number of silos.
-        missing: fraction of silos that lack a modality, 0 to 1.
-        method: ``protocol.name``.
-        rounds: number of rounds.
-    """
-
-    silos: int
-    missing: float
-    method: str
-    rounds: int = 20
+    silos: int  # number of silos
+    missing: float  # fraction of silos that lack a modality, 0 to 1
+    method: str  # ``protocol.name``
+    rounds: int = 20  # number of rounds
 
 
 def most_silos(data: OwnData) -> int:

@@ -18,47 +18,26 @@ from fedmq.text import counted, first_few
 
 
 class DataWarnings(Stored):
-    """Counts of what is allowed but probably unintended.
+    """Counts of what is allowed but probably unintended."""
 
-    Args:
-        padding: rows of zeros after an item's captions, which were treated as padding.
-        merged: rows of a file of features whose image equals an earlier row's: their captions joined that item.
-        zero_images: items with an image vector of zeros.
-        zero_texts: captions with a vector of zeros.
-        same_images: items whose image, i.e. its vector or its pixels, equals an earlier item's.
-        same_texts: captions whose vector equals a caption's of an earlier item.
-        known: items of val and test whose image equals a training item's.
-        public: further items of val and test whose image equals a public item's, on which some methods train.
-        near: further items of val and test whose image vector is nearly a training item's.
-        tested: items of test.
-        repeated: items of test whose image is, or is nearly, that of another item of test counted before.
-        copies: captions whose vector equals the image vector of their item.
-        placeholders: captions such as ``None`` or ``N/A``, which often stand for a missing value.
-        file_names: captions that end like the name of an image file.
-        garbled: captions with characters that a wrong encoding left, such as ``Ã©`` for ``é``.
-        markup: captions with tags or character references of HTML.
-        cut: captions that are longer than the text encoder reads.
-        first_cut: key of the first item with such a caption.
-    """
-
-    padding: int = 0
-    merged: int = 0
-    zero_images: int = 0
-    zero_texts: int = 0
-    same_images: int = 0
-    same_texts: int = 0
-    known: int = 0
-    public: int = 0
-    near: int = 0
-    tested: int = 0
-    repeated: int = 0
-    copies: int = 0
-    placeholders: int = 0
-    file_names: int = 0
-    garbled: int = 0
-    markup: int = 0
-    cut: int = 0
-    first_cut: str = ""
+    padding: int = 0  # rows of zeros after an item's captions, which were treated as padding
+    merged: int = 0  # rows of a file of features whose image equals an earlier row's: their captions joined that item
+    zero_images: int = 0  # items with an image vector of zeros
+    zero_texts: int = 0  # captions with a vector of zeros
+    same_images: int = 0  # items whose image, i.e. its vector or its pixels, equals an earlier item's.
+    same_texts: int = 0  # captions whose vector equals a caption's of an earlier item
+    known: int = 0  # items of val and test whose image equals a training item's
+    public: int = 0  # further items of val and test whose image equals a public item's, on which some methods train
+    near: int = 0  # further items of val and test whose image vector is nearly a training item's
+    tested: int = 0  # items of test
+    repeated: int = 0  # items of test whose image is, or is nearly, that of another item of test counted before
+    copies: int = 0  # captions whose vector equals the image vector of their item
+    placeholders: int = 0  # captions such as ``None`` or ``N/A``, which often stand for a missing value
+    file_names: int = 0  # captions that end like the name of an image file
+    garbled: int = 0  # captions with characters that a wrong encoding left, such as ``Ã©`` for ``é``
+    markup: int = 0  # captions with tags or character references of HTML
+    cut: int = 0  # captions that are longer than the text encoder reads
+    first_cut: str = ""  # key of the first item with such a caption
 
 
 #: Texts, in lower case, with which spreadsheets, databases and programs write a missing value.

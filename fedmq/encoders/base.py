@@ -42,28 +42,19 @@ def too_long(texts: Sequence[str], most: int, longer: Callable[[list[str]], Iter
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen encoder of one modality.
+    """A frozen encoder of one modality."""
 
-    Args:
-        digest: digest of the weights and of everything else that affects the encoder's rows.
-        encode: maps items to rows [n, ...]; a row depends only on its item and its position in the call.
-        fit: resizes an image right after decoding.
-        mean: mean per channel if rows are pixels that the model normalises; else empty.
-        std: standard deviation per channel if rows are pixels that the model normalises; else empty.
-        edge: edge length [pixels] of images that need no resizing; drawings are rendered at this size.
-        later: digest of the weights that the model applies to the rows if these are pixels; else empty.
-        width: length of a row if known before encoding; else 0.
-        cut: for a text encoder, whether it reads only the beginning of each text; None if it reads any length.
-    """
-
-    digest: str
+    digest: str  # digest of the weights and of everything else that affects the encoder's rows
+    # Maps items to rows [n, ...]; a row depends only on its item and its position in the call.
     encode: Callable[[Sequence[Any]], Array]
-    fit: Callable[[Pixels], Pixels] = lambda image: image
-    mean: tuple[float, ...] = ()
+    fit: Callable[[Pixels], Pixels] = lambda image: image  # resizes an image right after decoding
+    mean: tuple[float, ...] = ()  # mean per channel if rows are pixels that the model normalises; else empty
+    # Standard deviation per channel if rows are pixels that the model normalises; else empty.
     std: tuple[float, ...] = ()
-    edge: int = 224
-    later: str = ""
-    width: int = 0
+    edge: int = 224  # edge length [pixels] of images that need no resizing; drawings are rendered at this size
+    later: str = ""  # digest of the weights that the model applies to the rows if these are pixels; else empty
+    width: int = 0  # length of a row if known before encoding; else 0
+    # For a text encoder, whether it reads only the beginning of each text; None if it reads any length.
     cut: Callable[[Sequence[str]], Sequence[bool]] | None = None
 
     @property
@@ -77,20 +68,12 @@ MODALITIES: tuple[Modality, Modality] = ("image", "text")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Shapes and dtypes of the model inputs of one item.
+    """Shapes and dtypes of the model inputs of one item."""
 
-    Args:
-        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for the frames of a video.
-        text_shape: ``(d,)`` for features of one caption, ``(77,)`` for token ids.
-        image_dtype: ``float32`` for features, ``uint8`` for pixels.
-        text_dtype: ``float32`` for features, ``int32`` for token ids.
-        mean: mean per channel of pixels scaled to [0, 1]; empty for features.
-        std: standard deviation per channel of pixels scaled to [0, 1]; empty for features.
-    """
-
+    # ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for the frames of a video.
     image_shape: tuple[int, ...]
-    text_shape: tuple[int, ...]
-    image_dtype: str = "float32"
-    text_dtype: str = "float32"
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    text_shape: tuple[int, ...]  # ``(d,)`` for features of one caption, ``(77,)`` for token ids
+    image_dtype: str = "float32"  # ``float32`` for features, ``uint8`` for pixels
+    text_dtype: str = "float32"  # ``float32`` for features, ``int32`` for token ids
+    mean: tuple[float, ...] = ()  # mean per channel of pixels scaled to [0, 1]; empty for features
+    std: tuple[float, ...] = ()  # standard deviation per channel of pixels scaled to [0, 1]; empty for features

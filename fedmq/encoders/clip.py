@@ -43,13 +43,11 @@ class Frozen(nn.Module):
 
     Args:
         tower: open_clip module without trainable parameters.
-        mean: mean per channel of an image tower; empty for a text tower.
-        std: standard deviation per channel of an image tower; empty for a text tower.
         half: use bfloat16 autocast, also for adapters inside the tower; residual sums and outputs stay float32.
     """
 
-    mean: Tensor
-    std: Tensor
+    mean: Tensor  # mean per channel of an image tower; empty for a text tower
+    std: Tensor  # standard deviation per channel of an image tower; empty for a text tower
 
     def __init__(
         self, tower: nn.Module, mean: Sequence[float] = (), std: Sequence[float] = (), *, half: bool = False

@@ -79,11 +79,7 @@ def _built(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """Construct the complete model on torch's current default device.
-
-    Raises:
-        InputError: the configuration is invalid.
-    """
+    """Construct the complete model on torch's current default device."""
     try:
         return _built(config)
     except Exception as error:  # open_clip, timm and torch raise many types for a configuration that they cannot build
@@ -113,40 +109,25 @@ def skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Weights:
-    """Frozen weights in the cache.
+    """Frozen weights in the cache."""
 
-    Args:
-        folder: folder with ``image.safetensors`` and ``text.safetensors``.
-        name: name of the model.
-        config: architecture of the model.
-        mean: mean per channel of pixels scaled to [0, 1].
-        std: standard deviation per channel of pixels scaled to [0, 1].
-    """
-
-    folder: Path
-    name: str
-    config: Mapping[str, Any]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    folder: Path  # folder with ``image.safetensors`` and ``text.safetensors``
+    name: str  # name of the model
+    config: Mapping[str, Any]  # architecture of the model
+    mean: tuple[float, ...]  # mean per channel of pixels scaled to [0, 1]
+    std: tuple[float, ...]  # standard deviation per channel of pixels scaled to [0, 1]
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocessing of a model's images.
+    """Preprocessing of a model's images."""
 
-    Args:
-        mean: mean per channel of pixels scaled to [0, 1].
-        std: standard deviation per channel of pixels scaled to [0, 1].
-        interpolation: bicubic or bilinear.
-        resize_mode: ``shortest`` (resize the shorter side, then centre-crop) or ``squash`` (resize both sides).
-        unnamed: mean and std if neither the tag of the weights nor open_clip's default implies them; part of cache
-            keys.
-    """
-
-    mean: tuple[float, ...] = OPENAI_DATASET_MEAN
-    std: tuple[float, ...] = OPENAI_DATASET_STD
-    interpolation: str = "bicubic"
+    mean: tuple[float, ...] = OPENAI_DATASET_MEAN  # mean per channel of pixels scaled to [0, 1]
+    std: tuple[float, ...] = OPENAI_DATASET_STD  # standard deviation per channel of pixels scaled to [0, 1]
+    interpolation: str = "bicubic"  # bicubic or bilinear
+    # ``shortest`` (resize the shorter side, then centre-crop) or ``squash`` (resize both sides).
     resize_mode: str = "shortest"
+    # Mean and std if neither the tag of the weights nor open_clip's default implies them; part of cache keys.
     unnamed: tuple[float, ...] = ()
 
 
@@ -209,11 +190,7 @@ def fitting(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Pat
 
 
 def _checked_state(backbone: Backbone, model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """A local file's weights; all names and shapes must match those of the model, which may be a skeleton.
-
-    Raises:
-        InputError: a parameter is missing, unknown or has the wrong shape, or the weights need another activation.
-    """
+    """A local file's weights; all names and shapes must match those of the model, which may be a skeleton."""
     state = read_checkpoint(path)
     if not config_of(backbone.name).get("quick_gelu", False) and state.keys() >= set(OPENAI_MARKS):
         other = f"{backbone.name}-quickgelu"

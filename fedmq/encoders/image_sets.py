@@ -143,17 +143,12 @@ def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
 
 @dataclass(frozen=True)
 class ImageFiles(Images):
-    """Images in files.
+    """Images in files."""
 
-    Args:
-        paths: path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
-        wanted: number of frames to take from a video or folder.
-        folders: accept folders as videos; in a set of photos a folder is an error.
-    """
-
+    # Path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
     paths: tuple[Path, ...]
-    wanted: int = 1
-    folders: bool = False
+    wanted: int = 1  # number of frames to take from a video or folder
+    folders: bool = False  # accept folders as videos; in a set of photos a folder is an error
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -242,15 +237,10 @@ class Stack(ABC):
 
 @dataclass(frozen=True)
 class StoredImages(Images):
-    """Images that are stored together, as the rows of an array or in an archive.
+    """Images that are stored together, as the rows of an array or in an archive."""
 
-    Args:
-        stack: the stored images.
-        rows: row of each image in the stack.
-    """
-
-    stack: Stack
-    rows: tuple[int, ...]
+    stack: Stack  # the stored images
+    rows: tuple[int, ...]  # row of each image in the stack
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -286,15 +276,10 @@ class StoredImages(Images):
 
 @dataclass(frozen=True)
 class ImagesWithGaps(Images):
-    """The images of n items, some of which have no image.
+    """The images of n items, some of which have no image."""
 
-    Args:
-        held: the m existing images.
-        rows: for each item, the row of its image in ``held``; None for an item without one.
-    """
-
-    held: Images
-    rows: tuple[int | None, ...]
+    held: Images  # the m existing images
+    rows: tuple[int | None, ...]  # for each item, the row of its image in ``held``; None for an item without one
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -199,22 +199,14 @@ def _has_upper_bits_only(image: Any) -> bool:
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
-    """Check that an image has pixels and is not too narrow.
-
-    Raises:
-        InputError: a side is 0, or the aspect ratio exceeds :data:`MAX_RATIO`.
-    """
+    """Check that an image has pixels and is not too narrow."""
     if not 0 < max(width, height) <= MAX_RATIO * min(width, height):
         allowed = f"sides of 1 pixel or more, one at most {MAX_RATIO} times the other"
         raise InputError(place, f"{width} x {height} pixels", allowed)
 
 
 def _eight_bits(image: Any, tags: Mapping[int, Any], place: str) -> Pixels:
-    """Convert an opened image to uint8 [height, width, 3].
-
-    Raises:
-        InputError: the range of the grayscale values is not known.
-    """
+    """Convert an opened image to uint8 [height, width, 3]."""
     if not image.mode.startswith(("I", "F")):
         return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
     return np.repeat(_grayscale(image, tags, place)[..., None], 3, axis=2)
@@ -237,9 +229,6 @@ def _grayscale(image: Any, tags: Mapping[int, Any], place: str) -> npt.NDArray[n
 
     Returns:
         uint8 [height, width].
-
-    Raises:
-        InputError: the range of the values is not known.
     """
     values = np.asarray(image).astype(np.float64)
     clear = np.zeros(values.shape, np.bool_)
@@ -256,9 +245,6 @@ def _range_of(mode: str, tags: Mapping[int, Any], values: npt.NDArray[np.float64
     """The values of black and white: those that a TIFF declares, or the narrowest usual range of the values.
 
     Usual are 0 to 1 for floating-point values, and 0 to the largest number of 8, 10, 12, 14 or 16 bits.
-
-    Raises:
-        InputError: no usual range holds all values.
     """
     for pair in _DECLARED:
         try:

@@ -115,11 +115,7 @@ def are_cut(folder: str, digest: str, texts: list[str]) -> list[bool]:
 
 @functools.lru_cache(maxsize=1)
 def _model(folder: str, _digest: str) -> Any:
-    """The encoder on the CPU; downloads nothing, runs no code from the folder, and unpickles nothing.
-
-    Raises:
-        InputError: a module is of another kind, or has no weights in the folder.
-    """
+    """The encoder on the CPU; downloads nothing, runs no code from the folder, and unpickles nothing."""
     library, transformers = package("sentence_transformers", "bert", folder), package("transformers", "bert", folder)
     transformers.utils.logging.set_verbosity_error()
     _check_modules(Path(folder))

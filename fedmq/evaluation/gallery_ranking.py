@@ -21,21 +21,13 @@ Way = Literal["i2t", "t2i", "i2i", "t2t"]
 
 @dataclass(frozen=True)
 class Embedded:
-    """Items embedded in the joint space.
+    """Items embedded in the joint space."""
 
-    Args:
-        image: float32 [n, d].
-        text: float32 [m, d], one row per caption.
-        owner: int64 [m], the image of each caption, 0 to n - 1.
-        labels: uint8 [n, L] multi-hot; None where the data set has none.
-        binary: the vectors are hash codes; only their signs count in rankings.
-    """
-
-    image: np.ndarray
-    text: np.ndarray
-    owner: np.ndarray
-    labels: np.ndarray | None = None
-    binary: bool = False
+    image: np.ndarray  # float32 [n, d]
+    text: np.ndarray  # float32 [m, d], one row per caption
+    owner: np.ndarray  # int64 [m], the image of each caption, 0 to n - 1
+    labels: np.ndarray | None = None  # uint8 [n, L] multi-hot; None where the data set has none
+    binary: bool = False  # the vectors are hash codes; only their signs count in rankings
 
     def subset(self, items: np.ndarray) -> Embedded:
         """Some of the items, by index int64 [k], with all their captions."""

@@ -60,23 +60,14 @@ def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The items on which models are evaluated.
+    """The items on which models are evaluated."""
 
-    Args:
-        scenario: cut-offs, and the seed of the gallery's order.
-        dataset: the evaluated split, in both modalities.
-        items: indices into the split of each silo's items, by silo.
-        gallery: the items that label metrics retrieve; None takes the split itself.
-        own: indices into the gallery of each silo's items, by silo.
-        measures: the measures to compute.
-    """
-
-    scenario: Scenario
-    dataset: SiloDataset
-    items: Mapping[str, np.ndarray]
-    gallery: SiloDataset | None
-    own: Mapping[str, np.ndarray]
-    measures: tuple[Measure, ...]
+    scenario: Scenario  # cut-offs, and the seed of the gallery's order
+    dataset: SiloDataset  # the evaluated split, in both modalities
+    items: Mapping[str, np.ndarray]  # indices into the split of each silo's items, by silo
+    gallery: SiloDataset | None  # the items that label metrics retrieve; None takes the split itself
+    own: Mapping[str, np.ndarray]  # indices into the gallery of each silo's items, by silo
+    measures: tuple[Measure, ...]  # the measures to compute
 
     @classmethod
     def load(cls, scenario: Scenario, population: Population) -> HeldOut:

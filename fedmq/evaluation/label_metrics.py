@@ -46,31 +46,22 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class RankingMetrics:
-    """Label metrics, all fractions in [0, 1].
+    """Label metrics, all fractions in [0, 1]."""
 
-    Args:
-        map: mean average precision over the whole list, ties broken by database index.
-        map_expected: the same averaged over all orders of tied items, which is independent of the database's order; NaN
-            if it was not requested.
-        map_at: mAP over the first R items, by R.
-        ndcg: NDCG@N by N, the ideal list taken from the whole database.
-        ndcg_retrieved: NDCG@N by N, the ideal list being the N retrieved items reordered.
-        top_n: precision@N and recall@N by N, over queries with a relevant item.
-        pr_rank: precision and recall at each rank, over queries with a relevant item; None unless requested.
-        queries: the values of each query; None for fabricated metrics.
-        pr_radius: the same within each Hamming radius from 0 to the code length. Queries that retrieve nothing within a
-            radius are left out of its precision, which is NaN if no query does. None unless requested, and for cosine
-            ranking.
-    """
-
-    map: float
+    map: float  # mean average precision over the whole list, ties broken by database index
+    # The same averaged over all orders of tied items, which is independent of the database's order; NaN if it was not
+    # requested.
     map_expected: float
-    map_at: Mapping[int, float]
-    ndcg: Mapping[int, float]
-    ndcg_retrieved: Mapping[int, float]
-    top_n: Mapping[int, tuple[float, float]]
+    map_at: Mapping[int, float]  # mAP over the first R items, by R
+    ndcg: Mapping[int, float]  # NDCG@N by N, the ideal list taken from the whole database
+    ndcg_retrieved: Mapping[int, float]  # NDCG@N by N, the ideal list being the N retrieved items reordered
+    top_n: Mapping[int, tuple[float, float]]  # precision@N and recall@N by N, over queries with a relevant item
+    # Precision and recall at each rank, over queries with a relevant item; None unless requested.
     pr_rank: Curve | None = None
+    # The same within each Hamming radius from 0 to the code length. Queries that retrieve nothing within a radius are
+    # left out of its precision, which is NaN if no query does. None unless requested, and for cosine ranking.
     pr_radius: Curve | None = None
+    # The values of each query; None for fabricated metrics.
     queries: Queries | None = field(default=None, repr=False, compare=False)
 
     def of(self, rows: npt.NDArray[np.int64]) -> RankingMetrics:
@@ -83,18 +74,13 @@ class RankingMetrics:
 # --------------------------------------------------------------------------- one ranked list
 @dataclass(frozen=True)
 class Ranked:
-    """One query's ranked list, reduced to what metrics need.
+    """One query's ranked list, reduced to what metrics need."""
 
-    Args:
-        places: int64 [R], ranks of the relevant items, from 0, ascending.
-        ends: int64 [K], number of items up to the end of each block of ties. For Hamming distances there is a block for
-            each distance from 0 to bits, possibly empty.
-        hits: int64 [K], number of relevant items among those.
-    """
-
-    places: I64
+    places: I64  # int64 [R], ranks of the relevant items, from 0, ascending
+    # Int64 [K], number of items up to the end of each block of ties. For Hamming distances there is a block for each
+    # distance from 0 to bits, possibly empty.
     ends: I64
-    hits: I64
+    hits: I64  # int64 [K], number of relevant items among those
 
 
 def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bools, bits: int) -> Ranked:
@@ -170,27 +156,16 @@ def tie_averaged_ap(ends: I64, hits: I64, harmonic: F64) -> float:
 
 @dataclass(frozen=True)
 class _Requested:
-    """The requested metrics.
+    """The requested metrics."""
 
-    Args:
-        items: length N of the ranked lists.
-        at: R of each mAP@R.
-        ndcg_at: N of each NDCG@N.
-        top_n: N of each precision@N and recall@N.
-        denominator: denominator of mAP@R.
-        radii: largest Hamming radius of the curve by radius; 0 for no such curve.
-        rank_curve: whether to compute the curve by rank.
-        expected: whether to compute the values averaged over orders of ties.
-    """
-
-    items: int
-    at: tuple[int, ...]
-    ndcg_at: tuple[int, ...]
-    top_n: tuple[int, ...]
-    denominator: Denominator
-    radii: int
-    rank_curve: bool
-    expected: bool
+    items: int  # length N of the ranked lists
+    at: tuple[int, ...]  # R of each mAP@R
+    ndcg_at: tuple[int, ...]  # N of each NDCG@N
+    top_n: tuple[int, ...]  # N of each precision@N and recall@N
+    denominator: Denominator  # denominator of mAP@R
+    radii: int  # largest Hamming radius of the curve by radius; 0 for no such curve
+    rank_curve: bool  # whether to compute the curve by rank
+    expected: bool  # whether to compute the values averaged over orders of ties
 
     def __post_init__(self) -> None:
         if min((*self.at, *self.ndcg_at, *self.top_n), default=1) < 1:
@@ -261,17 +236,11 @@ def _ratio(above: npt.NDArray[Any], below: npt.NDArray[Any]) -> F64:
 # --------------------------------------------------------------------------- all queries
 @dataclass(frozen=True)
 class _Chunk:
-    """Values of some queries, and sums over them for the curve by rank.
+    """Values of some queries, and sums over them for the curve by rank."""
 
-    Args:
-        values: values of each query, in order.
-        hits: int64 [N], number of queries with a relevant item at each rank; empty unless requested.
-        recall: float64 [N], sum over queries of the recall gained at each rank; likewise.
-    """
-
-    values: list[_Values]
-    hits: I64
-    recall: F64
+    values: list[_Values]  # values of each query, in order
+    hits: I64  # int64 [N], number of queries with a relevant item at each rank; empty unless requested
+    recall: F64  # float64 [N], sum over queries of the recall gained at each rank; likewise
 
 
 def _in_threads(work: Callable[[T], _Chunk], parts: Iterable[T]) -> Iterator[_Chunk]:

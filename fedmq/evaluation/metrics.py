@@ -51,30 +51,22 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 class Metric:
     """A metric, or a family of metrics whose names differ in a cut-off or in the direction of retrieval.
 
-    Args:
-        name: small letters, digits and ``_``; of a family with the placeholders ``{n}`` (a cut-off), ``{way}`` (mean,
-            i2t or t2i) or ``{_way}`` (nothing for the mean, or _i2t, _t2i, _i2i, _t2t), e.g. ``map_at{n}{_way}``.
-        title: description in words; may have ``{n}``.
-        low: smallest possible value.
-        high: largest possible value.
-        higher_is_better: whether larger values are better.
-        short: heading of its column in tables; may have ``{n}``; the name if empty.
-        shown: whether terminal tables and the curves of the report show it. The summary, the report's table and
-            comparisons that request it always do.
-        way: direction of retrieval, a key of :data:`WAYS`; empty if the metric has none. In a family, the name sets it.
-
     Raises:
         ValueError: the name is invalid, or the bounds are not finite or not in order.
     """
 
+    # Small letters, digits and ``_``; of a family with the placeholders ``{n}`` (a cut-off), ``{way}`` (mean, i2t or
+    # t2i) or ``{_way}`` (nothing for the mean, or _i2t, _t2i, _i2i, _t2t), e.g. ``map_at{n}{_way}``.
     name: str
-    title: str
-    low: float = 0.0
-    high: float = 1.0
-    higher_is_better: bool = True
-    short: str = ""
+    title: str  # description in words; may have ``{n}``
+    low: float = 0.0  # smallest possible value
+    high: float = 1.0  # largest possible value
+    higher_is_better: bool = True  # whether larger values are better
+    short: str = ""  # heading of its column in tables; may have ``{n}``; the name if empty
+    # Whether terminal tables and the curves of the report show it. The summary, the report's table and comparisons that
+    # request it always do.
     shown: bool = True
-    way: str = ""
+    way: str = ""  # direction of retrieval, a key of WAYS; empty if the metric has none. In a family, the name sets it.
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(re.sub(r"\{(n|way|_way)\}", "x", self.name)):
@@ -125,21 +117,14 @@ def _pattern(template: str) -> re.Pattern[str]:
 # ------------------------------------------------------------------------------------------------- what is measured
 @dataclass(frozen=True)
 class Measured:
-    """One model's embeddings of a set of items: the whole split, or a silo's part of it.
+    """One model's embeddings of a set of items: the whole split, or a silo's part of it."""
 
-    Args:
-        queries: the evaluated items.
-        evaluation: the scenario's options of evaluation, such as cut-offs.
-        gallery: the items that label metrics retrieve; None takes the queries' other modality.
-        seed: seed of the order of items and captions, which breaks ties.
-        part: the whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its
-            items that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
-    """
-
-    queries: Embedded
-    evaluation: Evaluation
-    gallery: Embedded | None = None
-    seed: int = 0
+    queries: Embedded  # the evaluated items
+    evaluation: Evaluation  # the scenario's options of evaluation, such as cut-offs
+    gallery: Embedded | None = None  # the items that label metrics retrieve; None takes the queries' other modality
+    seed: int = 0  # seed of the order of items and captions, which breaks ties
+    # The whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its items
+    # that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
     part: tuple[Measured, npt.NDArray[np.int64]] | None = None
 
     def silo(self, items: npt.NDArray[np.int64]) -> Measured:
@@ -204,20 +189,16 @@ Compute = Callable[[Measured], Mapping[str, float]]
 class Measure:
     """Metrics that one function computes.
 
-    Args:
-        metrics: entries of all values that ``compute`` may return.
-        compute: returns values by name. It omits those that the items do not allow, as label metrics without labels.
-        names: names that ``compute`` may return under a scenario's ``evaluation``; required if there are families.
-        whole_split_only: whether to compute it for the whole split only, not for the silos' parts.
-
     Raises:
         ValueError: a family without ``names``.
     """
 
-    metrics: tuple[Metric, ...]
+    metrics: tuple[Metric, ...]  # entries of all values that ``compute`` may return
+    # Returns values by name. It omits those that the items do not allow, as label metrics without labels.
     compute: Compute
+    # Names that ``compute`` may return under a scenario's ``evaluation``; required if there are families.
     names: Callable[[Evaluation], Iterable[str]] | None = None
-    whole_split_only: bool = False
+    whole_split_only: bool = False  # whether to compute it for the whole split only, not for the silos' parts
 
     def __post_init__(self) -> None:
         if self.names is None and any(metric.is_family for metric in self.metrics):

@@ -38,27 +38,16 @@ from fedmq.wire.payloads import Error, Metrics, Payload
 
 @dataclass(frozen=True)
 class EvaluatorArguments:
-    """How the evaluator is started.
+    """How the evaluator is started."""
 
-    Args:
-        run: the resolved run, the same as the coordinator's.
-        connect: the coordinator's URI.
-        keys: folder of the evaluator's key and the coordinator's public key.
-        out: folder for its message log.
-        device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
-        data: folder of the prepared data; None looks it up.
-        site: the evaluator's site, which has its held-out set if the silos have their own data.
-        logs: options of the log for operators; None for no log.
-    """
-
-    run: ResolvedRun
-    connect: str
-    keys: Path
-    out: Path
-    device: str | None = None
-    data: Path | None = None
-    site: Site | None = None
-    logs: LogOptions | None = None
+    run: ResolvedRun  # the resolved run, the same as the coordinator's
+    connect: str  # the coordinator's URI
+    keys: Path  # folder of the evaluator's key and the coordinator's public key
+    out: Path  # folder for its message log
+    device: str | None = None  # ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's
+    data: Path | None = None  # folder of the prepared data; None looks it up
+    site: Site | None = None  # the evaluator's site, which has its held-out set if the silos have their own data
+    logs: LogOptions | None = None  # options of the log for operators; None for no log
 
     @property
     def scenario(self) -> Scenario:
@@ -70,7 +59,6 @@ class Evaluator:
     """Evaluates shared models on the held-out split.
 
     Args:
-        scenario: the resolved scenario.
         population: the data and its partition.
         device: ``cpu`` or ``cuda:N``.
 
@@ -101,23 +89,14 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class EvaluatorStart:
-    """The evaluator before it joins: its data are loaded and described.
+    """The evaluator before it joins: its data are loaded and described."""
 
-    Args:
-        scenario: the resolved scenario, with the evaluator's device.
-        statement: what it states about its data.
-        items: number of its held-out items.
-        content: digest of its data, which it declares in its log.
-        evaluator: ready for requests; None until the silos have agreed on labels and inputs.
-        data: data of an evaluator with its own held-out set; None in a simulated partition.
-    """
-
-    scenario: Scenario
-    statement: tuple[Payload, ...]
-    items: int
-    content: str
-    evaluator: Evaluator | None
-    data: SiteData | None = None
+    scenario: Scenario  # the resolved scenario, with the evaluator's device
+    statement: tuple[Payload, ...]  # what it states about its data
+    items: int  # number of its held-out items
+    content: str  # digest of its data, which it declares in its log
+    evaluator: Evaluator | None  # ready for requests; None until the silos have agreed on labels and inputs
+    data: SiteData | None = None  # data of an evaluator with its own held-out set; None in a simulated partition
 
     @classmethod
     @span("data")

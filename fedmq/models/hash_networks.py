@@ -41,32 +41,17 @@ def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
 
 
 class Tower(nn.Module):
-    """Hidden ReLU layers, dropout during training, a linear layer, and optionally tanh and a classifier.
-
-    Args:
-        width: width of the features.
-        hidden: widths of the hidden layers.
-        bits: code length.
-        classes: classes of the classifier; 0 for none.
-        plan: use of tanh and dropout.
-        encoder: see below.
-
-    Attributes:
-        encoder: image encoder that is trained with the tower; None for frozen features.
-        noise: generator of dropout masks; None outside training.
-        memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None without.
-        sharpness: factor before tanh (DJSRH's alpha).
-    """
+    """Hidden ReLU layers, dropout during training, a linear layer, and optionally tanh and a classifier."""
 
     def __init__(
         self,
-        width: int,
-        hidden: tuple[int, ...],
-        bits: int,
-        classes: int,
-        plan: TowerPlan,
+        width: int,  # width of the features
+        hidden: tuple[int, ...],  # widths of the hidden layers
+        bits: int,  # code length
+        classes: int,  # classes of the classifier; 0 for none
+        plan: TowerPlan,  # use of tanh and dropout
         *,
-        encoder: nn.Module | None = None,
+        encoder: nn.Module | None = None,  # image encoder that is trained with the tower; None for frozen features
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -76,9 +61,10 @@ class Tower(nn.Module):
         self.last = nn.Linear(widths[-1], bits, device="meta")
         self.classifier = nn.Linear(bits, classes, device="meta") if classes else None
         self.plan = plan
-        self.noise: torch.Generator | None = None
+        self.noise: torch.Generator | None = None  # generator of dropout masks; None outside training
+        # Float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None without.
         self.memory: Tensor | None = None
-        self.sharpness = 1.0
+        self.sharpness = 1.0  # factor before tanh (DJSRH's alpha)
 
     def forward(self, x: Tensor) -> Out:
         """Map float32 features [B, d], or images [B, ...] for an encoder, to an Out."""

@@ -17,49 +17,31 @@ from fedmq.config.scenario import Objective
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """Architecture and initialisation of a base loss's towers.
+    """Architecture and initialisation of a base loss's towers."""
 
-    Args:
-        image: widths of the image tower's hidden layers (ReLU).
-        text: widths of the text tower's hidden layers.
-        bits: default code length.
-        tanh: apply tanh to the code.
-        classifier: each tower has a linear classifier of its code.
-        dropout: use dropout before the last layer.
-        std: standard deviation of normally distributed initial weights and biases; None draws them uniformly within
-            1/sqrt(fan in), as torch does.
-        last_std: like ``std`` for the last layer's weights, with zero biases; None as the other layers.
-        squashed: towers to which ``tanh`` applies.
-        sign_head: one linear classifier of the binary codes for both towers, as in GreedyHash.
-    """
-
-    image: tuple[int, ...] = (1024,)
-    text: tuple[int, ...] = (1024,)
-    bits: int = 64
-    tanh: bool = False
-    classifier: bool = False
-    dropout: bool = False
+    image: tuple[int, ...] = (1024,)  # widths of the image tower's hidden layers (ReLU)
+    text: tuple[int, ...] = (1024,)  # widths of the text tower's hidden layers
+    bits: int = 64  # default code length
+    tanh: bool = False  # apply tanh to the code
+    classifier: bool = False  # each tower has a linear classifier of its code
+    dropout: bool = False  # use dropout before the last layer
+    # Standard deviation of normally distributed initial weights and biases; None draws them uniformly within 1/sqrt(fan
+    # in), as torch does.
     std: float | None = None
+    # Like ``std`` for the last layer's weights, with zero biases; None as the other layers.
     last_std: float | None = None
-    squashed: Literal["both", "text"] = "both"
-    sign_head: bool = False
+    squashed: Literal["both", "text"] = "both"  # towers to which ``tanh`` applies
+    sign_head: bool = False  # one linear classifier of the binary codes for both towers, as in GreedyHash
 
 
 @dataclass(frozen=True)
 class CommonSpacePlan:
-    """DSCMR's network: a layer per modality, and a shared common space with a label head.
+    """DSCMR's network: a layer per modality, and a shared common space with a label head."""
 
-    Args:
-        hidden: default width of the modality-specific layers.
-        bits: default width of the common space.
-        enhance: add FedSCMR's EnhanceNet.
-        leaky: leaky ReLU after the common layer, as in FedCMR.
-    """
-
-    hidden: int = 2048
-    bits: int = 1024
-    enhance: bool = False
-    leaky: bool = False
+    hidden: int = 2048  # default width of the modality-specific layers
+    bits: int = 1024  # default width of the common space
+    enhance: bool = False  # add FedSCMR's EnhanceNet
+    leaky: bool = False  # leaky ReLU after the common layer, as in FedCMR
 
 
 Network = TowerPlan | CommonSpacePlan | None
@@ -68,26 +50,17 @@ Network = TowerPlan | CommonSpacePlan | None
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """An objective, which its module defines as ``OBJECTIVE``.
+    """An objective, which its module defines as ``OBJECTIVE``."""
 
-    Args:
-        options: frozen dataclass, the schema of its options in ``objective:`` of a scenario.
-        begin: ``begin(options, local, context, task) -> Work | None``, the loss in one task of one silo; None if the
-            method defines the loss, as with InfoNCE and its temperature.
-        network: returns the network for given options.
-        needs_labels: refuse data sets without labels, and silos without labelled training items.
-        on_features: defined only on frozen features, so that no encoder can be trained with it.
-        both_levels: train on both levels of two-level labels, not only on the lower one.
-        contrasts: the loss only contrasts the items of a batch, so that a batch of one teaches nothing.
-    """
-
-    options: type[Any]
+    options: type[Any]  # frozen dataclass, the schema of its options in ``objective:`` of a scenario
+    # ``begin(options, local, context, task) -> Work | None``, the loss in one task of one silo; None if the method
+    # defines the loss, as with InfoNCE and its temperature.
     begin: Callable[..., Any] | None
-    network: Callable[[Any], Network]
-    needs_labels: bool = True
-    on_features: bool = False
-    both_levels: bool = False
-    contrasts: bool = False
+    network: Callable[[Any], Network]  # returns the network for given options
+    needs_labels: bool = True  # refuse data sets without labels, and silos without labelled training items
+    on_features: bool = False  # defined only on frozen features, so that no encoder can be trained with it
+    both_levels: bool = False  # train on both levels of two-level labels, not only on the lower one
+    contrasts: bool = False  # the loss only contrasts the items of a batch, so that a batch of one teaches nothing
 
 
 def _wrong(plug_in: object) -> str | None:

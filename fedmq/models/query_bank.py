@@ -30,19 +30,12 @@ MORE = 4
 
 @dataclass(frozen=True)
 class Bank:
-    """Centroids of both modalities, and the number of embeddings that each represents.
+    """Centroids of both modalities, and the number of embeddings that each represents."""
 
-    Args:
-        image: float32 [I, d], unit length, I at least 1.
-        image_counts: float32 [I], at least 1 each.
-        text: float32 [T, d], unit length, T at least 1.
-        text_counts: float32 [T], at least 1 each.
-    """
-
-    image: Tensor
-    image_counts: Tensor
-    text: Tensor
-    text_counts: Tensor
+    image: Tensor  # float32 [I, d], unit length, I at least 1
+    image_counts: Tensor  # float32 [I], at least 1 each
+    text: Tensor  # float32 [T, d], unit length, T at least 1
+    text_counts: Tensor  # float32 [T], at least 1 each
 
     def images(self, z: Tensor) -> Tensor:
         """Extend image embeddings: float32 [B, d] to [B, d + 4], both unit length."""

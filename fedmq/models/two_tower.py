@@ -40,22 +40,15 @@ DEFAULT_DIM = 512
 
 @dataclass(frozen=True)
 class Out:
-    """Outputs of one tower for a batch, all float32.
+    """Outputs of one tower for a batch, all float32."""
 
-    Args:
-        hidden: [B, h], input of the projection's last layer, contrasted by MOON and FedUCH; the embedding itself with
-            ``info_nce``.
-        raw: [B, d], output of the last layer before any activation or enhancement.
-        code: [B, d], used for ranking.
-        logits: [B, C], output of the tower's classifier; None if it has none.
-        before: [B, d], code before enhancement by a memory; None without a memory.
-    """
-
+    # [B, h], input of the projection's last layer, contrasted by MOON and FedUCH; the embedding itself with
+    # ``info_nce``.
     hidden: Tensor
-    raw: Tensor
-    code: Tensor
-    logits: Tensor | None = None
-    before: Tensor | None = None
+    raw: Tensor  # [B, d], output of the last layer before any activation or enhancement
+    code: Tensor  # [B, d], used for ranking
+    logits: Tensor | None = None  # [B, C], output of the tower's classifier; None if it has none
+    before: Tensor | None = None  # [B, d], code before enhancement by a memory; None without a memory
 
     @property
     def plain(self) -> Tensor:
@@ -136,28 +129,18 @@ def site(index: int) -> str:
 
 
 class Branch(nn.Module):
-    """One tower: frozen encoder (if any), adapters, head, L2 normalisation.
-
-    Args:
-        widths: feature width at each adapter site, in order.
-        bottleneck: bottleneck width of the adapters.
-        head_in: input dimension of the head.
-        dim: joint dimension d.
-        residual: use z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x).
-        blocks: the adapters are attached inside ``frozen``, which applies them.
-        shared: middle layers of multi-modal adapters; None for plain adapters.
-    """
+    """One tower: frozen encoder (if any), adapters, head, L2 normalisation."""
 
     def __init__(
         self,
-        widths: Sequence[int],
-        bottleneck: int,
-        head_in: int,
-        dim: int,
+        widths: Sequence[int],  # feature width at each adapter site, in order
+        bottleneck: int,  # bottleneck width of the adapters
+        head_in: int,  # input dimension of the head
+        dim: int,  # joint dimension d
         *,
-        residual: bool,
-        blocks: bool,
-        shared: SharedAdapters | None = None,
+        residual: bool,  # use z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x)
+        blocks: bool,  # the adapters are attached inside ``frozen``, which applies them
+        shared: SharedAdapters | None = None,  # middle layers of multi-modal adapters; None for plain adapters
     ) -> None:
         super().__init__()
         self.adapters = nn.ModuleDict(
@@ -215,44 +198,30 @@ def branch(layout: Layout, prefix: str) -> slice:
 
 
 class TwoTower(nn.Module):
-    """Image and text tower; all trainable parameters are views of one flat float32 buffer.
+    """Image and text tower; all trainable parameters are views of one flat float32 buffer."""
 
-    Args:
-        visual: image tower, a module from a batch to embeddings or to an :class:`Out`, with parameters on the meta
-            device.
-        text: text tower, of the same kind.
-        dim: joint dimension d.
-        device: device of the parameters.
-        shared: layers shared by both modalities, a module from (Out, tower) to Out; None if there are none.
-        binary: rank by Hamming distance between the signs of the codes instead of by cosine similarity.
-
-    Attributes:
-        layout: names and shapes of the parameters in the flat buffer, sorted by name.
-        dim: joint dimension d.
-        binary: whether ranking uses Hamming distance.
-        initial: returns the initial parameters float32 [P], the same in every process.
-        flat: float32 [P], contiguous; the parameters are views of it.
-        bank: query bank of a released model; None during training.
-    """
-
-    initial: Callable[[], Tensor]
+    initial: Callable[[], Tensor]  # returns the initial parameters float32 [P], the same in every process
 
     def __init__(
         self,
+        # Image tower, a module from a batch to embeddings or to an Out, with parameters on the meta device.
         visual: nn.Module,
-        text: nn.Module,
-        dim: int,
-        device: torch.device,
+        text: nn.Module,  # text tower, of the same kind
+        dim: int,  # joint dimension d
+        device: torch.device,  # device of the parameters
         *,
+        # Layers shared by both modalities, a module from (Out, tower) to Out; None if there are none.
         shared: nn.Module | None = None,
-        binary: bool = False,
+        binary: bool = False,  # whether ranking uses Hamming distance
     ) -> None:
         super().__init__()
         self.visual, self.text, self.shared = visual, text, shared
         self.dim, self.binary = dim, binary
-        self.bank: Bank | None = None
+        self.bank: Bank | None = None  # query bank of a released model; None during training
         trainable = sorted(self.named_parameters())
+        # Names and shapes of the parameters in the flat buffer, sorted by name.
         self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
+        # Float32 [P], contiguous; the parameters are views of it.
         self.flat = torch.zeros(self.layout.size, device=device)
         self._parts: list[tuple[nn.Parameter, slice]] = []
         offset = 0

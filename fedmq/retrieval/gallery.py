@@ -46,31 +46,19 @@ AGAIN = "an exported gallery; delete the folder to create it again"
 
 
 class GalleryMeta(Stored):
-    """``gallery.json``: model and source of a gallery.
+    """``gallery.json``: model and source of a gallery."""
 
-    Args:
-        format: format of the folder.
-        model_digest: SHA-256 (hex) of the model.
-        silo: the silo whose personal model it is; None for the shared model.
-        made_of: description of the source.
-        binary: whether it holds codes, ranked by Hamming distance.
-        bits: length of a code; None for embeddings.
-        dim: width of an embedding; None for codes.
-        items: number of items.
-        captions: number of captions.
-        prepared: metadata of the run's data set, with the shapes and labels needed to build its model; None if the
-            model was used without its run.
-    """
-
-    format: Literal[1]
-    model_digest: str
-    silo: str | None = None
-    made_of: str = ""
-    binary: bool
-    bits: int | None = None
-    dim: int | None = None
-    items: int
-    captions: int
+    format: Literal[1]  # format of the folder
+    model_digest: str  # SHA-256 (hex) of the model
+    silo: str | None = None  # the silo whose personal model it is; None for the shared model
+    made_of: str = ""  # description of the source
+    binary: bool  # whether it holds codes, ranked by Hamming distance
+    bits: int | None = None  # length of a code; None for embeddings
+    dim: int | None = None  # width of an embedding; None for codes
+    items: int  # number of items
+    captions: int  # number of captions
+    # Metadata of the run's data set, with the shapes and labels needed to build its model; None if the model was used
+    # without its run.
     prepared: PreparedMeta | None = None
 
 
@@ -81,15 +69,10 @@ class _Items(Stored):
 
 @dataclass(frozen=True)
 class Items:
-    """Names and captions of a gallery's items.
+    """Names and captions of a gallery's items."""
 
-    Args:
-        keys: names of the n items.
-        captions: captions of each item, as text; empty if the data set has vectors only.
-    """
-
-    keys: tuple[str, ...]
-    captions: tuple[tuple[str, ...], ...]
+    keys: tuple[str, ...]  # names of the n items
+    captions: tuple[tuple[str, ...], ...]  # captions of each item, as text; empty if the data set has vectors only
 
     def caption(self, item: int, number: int = 0) -> str:
         """One caption; empty if it is unknown."""
@@ -99,23 +82,14 @@ class Items:
 
 @dataclass(frozen=True)
 class Source:
-    """The items from which a gallery is created.
+    """The items from which a gallery is created."""
 
-    Args:
-        name: name of the gallery's folder.
-        described: description for ``gallery.json``.
-        items: reads names and captions, which may take a while.
-        image: inputs of the image tower, batch by batch.
-        text: inputs of the text tower, likewise; None without captions.
-        owner: int64 [m], the item of each caption.
-    """
-
-    name: str
-    described: str
-    items: Callable[[], Items]
-    image: Callable[[], Iterable[Array]]
-    text: Callable[[], Iterable[Array]] | None
-    owner: npt.NDArray[np.int64]
+    name: str  # name of the gallery's folder
+    described: str  # description for ``gallery.json``
+    items: Callable[[], Items]  # reads names and captions, which may take a while
+    image: Callable[[], Iterable[Array]]  # inputs of the image tower, batch by batch
+    text: Callable[[], Iterable[Array]] | None  # inputs of the text tower, likewise; None without captions
+    owner: npt.NDArray[np.int64]  # int64 [m], the item of each caption
 
 
 def of_data(
@@ -223,15 +197,10 @@ def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report
 
 @dataclass(frozen=True)
 class Gallery:
-    """An exported gallery.
+    """An exported gallery."""
 
-    Args:
-        folder: folder of its files.
-        meta: ``gallery.json``.
-    """
-
-    folder: Path
-    meta: GalleryMeta
+    folder: Path  # folder of its files
+    meta: GalleryMeta  # ``gallery.json``
 
     @property
     def binary(self) -> bool:

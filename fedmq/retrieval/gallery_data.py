@@ -100,19 +100,12 @@ def chosen_for_sites(release: Release, chosen: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class SiteGallery:
-    """Data for a run whose data only the sites have, which fit what the sites agreed on.
+    """Data for a run whose data only the sites have, which fit what the sites agreed on."""
 
-    Args:
-        data: where they are.
-        prepared: the arrays.
-        agreed: the agreed format.
-        text: whether they have captions.
-    """
-
-    data: Data
+    data: Data  # where they are
     prepared: Prepared
-    agreed: DataFormat
-    text: bool
+    agreed: DataFormat  # the agreed format
+    text: bool  # whether they have captions
 
     def captions(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Rows of captions [n, ...] as the model reads them: the counts of bags of words in the agreed order."""

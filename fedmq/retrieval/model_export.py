@@ -50,15 +50,10 @@ class _Tower(nn.Module):
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """An exported tower.
+    """An exported tower."""
 
-    Args:
-        path: path of the file.
-        difference: maximum difference between its outputs and the model's own, over random inputs.
-    """
-
-    path: Path
-    difference: float
+    path: Path  # path of the file
+    difference: float  # maximum difference between its outputs and the model's own, over random inputs
 
 
 def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:

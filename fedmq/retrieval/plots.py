@@ -39,15 +39,10 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """The curves of one run, or the means over several that differ in their seed.
+    """The curves of one run, or the means over several that differ in their seed."""
 
-    Args:
-        name: name of the runs, followed by the silo if its personal models are used.
-        ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
-    """
-
-    name: str
-    ways: dict[Way, RankingMetrics]
+    name: str  # name of the runs, followed by the silo if its personal models are used
+    ways: dict[Way, RankingMetrics]  # ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``
 
 
 def parse_cutoffs(text: str) -> tuple[int, ...]:
@@ -64,10 +59,6 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
 
 def labelled_population(release: Release, progress: Progress | None = None) -> Population:
     """Load a run's data, or those of the site whose personal model is used, checked to have labels.
-
-    Args:
-        release: the run.
-        progress: called while data are prepared.
 
     Raises:
         InputError: the data are not those of the run, or have no labels, or only the sites have them, or the site has
@@ -226,21 +217,13 @@ _SYMBOLS: dict[Modality, str] = {"image": "circle", "text": "x-thin-open"}
 
 @dataclass(frozen=True)
 class Plane:
-    """One model's items in the plane.
+    """One model's items in the plane."""
 
-    Args:
-        name: name of the model.
-        places: coordinates, float32 [n, 2].
-        sides: modality of each point: the item's image, or its first caption.
-        classes: class of each point.
-        items: key of each point's item.
-    """
-
-    name: str
-    places: F32
-    sides: tuple[Modality, ...]
-    classes: tuple[str, ...]
-    items: tuple[str, ...]
+    name: str  # name of the model
+    places: F32  # coordinates, float32 [n, 2]
+    sides: tuple[Modality, ...]  # modality of each point: the item's image, or its first caption
+    classes: tuple[str, ...]  # class of each point
+    items: tuple[str, ...]  # key of each point's item
 
 
 def placed(

@@ -38,7 +38,6 @@ class OtherModelError(InputError):
     """The released files do not match the digests that the run recorded.
 
     Args:
-        place: the file.
         found: digest (hex) of its content.
         expected: digest (hex) that the run recorded.
         what: the content: a model, a memory, ...
@@ -50,53 +49,32 @@ class OtherModelError(InputError):
 
 @dataclass(frozen=True)
 class Retriever:
-    """A model's encoders for retrieval.
+    """A model's encoders for retrieval."""
 
-    Args:
-        encoders: encoders of images and texts, with outputs [B, dim].
-        binary: whether the signs of the outputs are hash codes.
-        dim: width of an embedding, or number of bits of a code.
-    """
-
-    encoders: Encoders
-    binary: bool
-    dim: int
+    encoders: Encoders  # encoders of images and texts, with outputs [B, dim]
+    binary: bool  # whether the signs of the outputs are hash codes
+    dim: int  # width of an embedding, or number of bits of a code
 
 
 @dataclass(frozen=True)
 class PersonalModel:
-    """A silo's personal model.
-
-    Args:
-        silo: its name.
-        digest: SHA-256 (hex) of everything it was built from, including the personal state.
-        retriever: the model.
-    """
+    """A silo's personal model."""
 
     silo: str
-    digest: str
+    digest: str  # SHA-256 (hex) of everything it was built from, including the personal state
     retriever: Retriever
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A released model's folder, which is enough to build the model.
+    """A released model's folder, which is enough to build the model."""
 
-    Args:
-        folder: with ``config.json`` and ``model.safetensors``.
-        config: ``config.json``.
-        backbone: backbone as in the configuration; a local copy may have other paths of the frozen weights.
-        objective: objective as in the run's scenario.
-        cache: folder of shared frozen weights.
-        device: ``cpu`` or ``cuda:N``.
-    """
-
-    folder: Path
-    config: ReleaseConfig
-    backbone: Backbone
-    objective: Objective
-    cache: Path
-    device: str
+    folder: Path  # with ``config.json`` and ``model.safetensors``
+    config: ReleaseConfig  # ``config.json``
+    backbone: Backbone  # backbone as in the configuration; a local copy may have other paths of the frozen weights
+    objective: Objective  # objective as in the run's scenario
+    cache: Path  # folder of shared frozen weights
+    device: str  # ``cpu`` or ``cuda:N``
 
     @property
     def seed(self) -> int:
@@ -228,20 +206,13 @@ def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Release:
-    """A finished run, opened for inference.
-
-    Args:
-        run: its folder.
-        scenario: the resolved scenario.
-        files: its released model.
-        own: the personal model to use instead of the shared model; None uses the shared one.
-        site: in a run on sites' own data the site whose personal model it is, with its data; None without one.
-    """
+    """A finished run, opened for inference."""
 
     run: RunFolder
     scenario: Scenario
     files: ModelFolder
-    own: PersonalModel | None = None
+    own: PersonalModel | None = None  # the personal model to use instead of the shared model; None uses the shared one
+    # In a run on sites' own data the site whose personal model it is, with its data; None without one.
     site: Population | None = None
 
     @property

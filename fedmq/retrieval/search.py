@@ -24,39 +24,26 @@ _BLOCK: Final = 4096
 
 @dataclass(frozen=True)
 class Hit:
-    """One result.
+    """One result."""
 
-    Args:
-        rank: from 1.
-        score: cosine similarity, or Hamming distance of codes.
-        item: name of the item.
-        caption: the caption found, or the first caption of an image found; empty if captions are unknown as text.
-    """
-
-    rank: int
-    score: float
-    item: str
-    caption: str
+    rank: int  # from 1
+    score: float  # cosine similarity, or Hamming distance of codes
+    item: str  # name of the item
+    caption: str  # the caption found, or the first caption of an image found; empty if captions are unknown as text
 
 
 @dataclass(frozen=True)
 class Query:
     """A query: a text, an image file or an item, exactly one of them.
 
-    Args:
-        text: a text.
-        image: an image file.
-        item: name of an item of the gallery.
-        side: modality of ``item`` that is the query; None takes its image.
-
     Raises:
         InputError: not exactly one of the three is given, or ``side`` is given without ``item``.
     """
 
-    text: str | None = None
-    image: Path | None = None
-    item: str | None = None
-    side: Modality | None = None
+    text: str | None = None  # a text
+    image: Path | None = None  # an image file
+    item: str | None = None  # name of an item of the gallery
+    side: Modality | None = None  # modality of ``item`` that is the query; None takes its image
 
     def __post_init__(self) -> None:
         given = sum(query is not None for query in (self.text, self.image, self.item))
@@ -76,17 +63,11 @@ class Query:
 
 @dataclass(frozen=True)
 class SearchHits:
-    """The result of a search.
+    """The result of a search."""
 
-    Args:
-        gallery: the gallery that was searched.
-        among: whether images or captions were searched.
-        hits: nearest first.
-    """
-
-    gallery: Gallery
-    among: Among
-    hits: tuple[Hit, ...]
+    gallery: Gallery  # the gallery that was searched
+    among: Among  # whether images or captions were searched
+    hits: tuple[Hit, ...]  # nearest first
 
 
 def find(

@@ -102,17 +102,11 @@ def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Rec
 
 @dataclass(frozen=True)
 class Problem:
-    """The first thing that pydantic finds wrong, in its own words.
+    """The first thing that pydantic finds wrong, in its own words."""
 
-    Args:
-        location: keys and indices that lead to the value.
-        value: the value as given; "nothing" if it is missing, "a mapping" for the whole of several keys.
-        allowed: what pydantic expects there.
-    """
-
-    location: tuple[str | int, ...]
-    value: object
-    allowed: str
+    location: tuple[str | int, ...]  # keys and indices that lead to the value
+    value: object  # the value as given; "nothing" if it is missing, "a mapping" for the whole of several keys
+    allowed: str  # what pydantic expects there
 
     @classmethod
     def of(cls, error: ErrorDetails) -> Problem:

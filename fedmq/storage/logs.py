@@ -72,19 +72,12 @@ QUIET: Logger = _Quiet()
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Where and how to log.
+    """Where and how to log."""
 
-    Args:
-        level: minimum level that is recorded.
-        file: file to append to, opened for every line, so that it can be rotated; None for no file.
-        format: format of the lines.
-        console: also log to standard error.
-    """
-
-    level: LogLevel = LogLevel.INFO
-    file: Path | None = None
-    format: LogFormat = LogFormat.CONSOLE
-    console: bool = True
+    level: LogLevel = LogLevel.INFO  # minimum level that is recorded
+    file: Path | None = None  # file to append to, opened for every line, so that it can be rotated; None for no file
+    format: LogFormat = LogFormat.CONSOLE  # format of the lines
+    console: bool = True  # also log to standard error
 
     def check(self) -> None:
         """Create the file's folder, and check that the file can be written.

@@ -137,15 +137,10 @@ def _inside(path: Path, root: Path) -> None:
 
 @dataclass
 class AppendedLines:
-    """The lines of a file as they are appended.
+    """The lines of a file as they are appended."""
 
-    Args:
-        path: the file, which need not exist yet.
-        position: number of bytes read so far.
-    """
-
-    path: Path
-    position: int = 0
+    path: Path  # the file, which need not exist yet
+    position: int = 0  # number of bytes read so far
 
     def new(self) -> tuple[list[bytes], bool]:
         """Complete lines appended since the last call, and whether the file was cut and these are all its lines."""

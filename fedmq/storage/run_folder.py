@@ -36,13 +36,9 @@ _TEMPORARY = re.compile(r"\..+\.(?:html|json|jsonl|md|safetensors|yaml)\.([1-9]\
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run folder.
+    """Paths of a run folder."""
 
-    Args:
-        root: ``runs/<name>-<time>``.
-    """
-
-    root: Path
+    root: Path  # ``runs/<name>-<time>``
 
     @property
     def scenario(self) -> Path:
@@ -293,15 +289,17 @@ def write_tensors(
     Raises:
         OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
     """
-    from safetensors import SafetensorError, serialize_file  # noqa: PLC0415 - as above
+    import torch  # noqa: PLC0415 - as above
+    from safetensors import SafetensorError  # noqa: PLC0415 - as above
+    from safetensors.torch import save_file  # noqa: PLC0415 - as above
 
-    fields = {}
-    for name, each in tensors.items():
-        kind = str(each.dtype).removeprefix("torch.")
-        fields[name] = {"dtype": kind, "shape": list(each.shape), "data": bytes(bytes_of(each))}
+    # The library refuses tensors that share memory or that are not contiguous.
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, mode))
     try:
-        serialize_file(fields, path, None if metadata is None else dict(metadata))
+        save_file(copies, path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

@@ -67,46 +67,32 @@ class OtherRunError(RunError):
 
 
 class Channel:
-    """An authenticated channel to the coordinator that re-establishes itself.
-
-    Args:
-        uri: URI at which the coordinator listens.
-        identity: name and key of this process.
-        accepted: accepted public keys; the coordinator's must be among them.
-        run: the run's name.
-        log: the message log of this process; only the channel's thread writes it.
-        clock: clock for liveness.
-        now: the run's time as this process knows it [s].
-        forbidden: what the policy of this side forbids about a message of a size [bytes]; None allows everything. A
-            forbidden message is not sealed: its refusal is sent instead.
-        progress: called with one line, in the channel's thread, when the coordinator does not answer for a while,
-            refuses the handshake, or another process answers.
-        patience: factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
-        deliver: called in the channel's thread with each message; None keeps them for :meth:`receive`.
-        options: what this side hides of its messages, and when a session gets new keys.
-        comparison: finds the keys of the scenario that differ from a coordinator's; None does not.
-        ends_with_other_run: end with OtherRunError if the coordinator has another scenario, instead of trying again.
-
-    Attributes:
-        statement: what this process states about its data, the first message of each session; set before the start.
-    """
+    """An authenticated channel to the coordinator that re-establishes itself."""
 
     def __init__(
         self,
-        uri: str,
-        identity: Identity,
-        accepted: Accepted,
+        uri: str,  # URI at which the coordinator listens
+        identity: Identity,  # name and key of this process
+        accepted: Accepted,  # accepted public keys; the coordinator's must be among them
         run: str,
-        log: MessageLog,
+        log: MessageLog,  # the message log of this process; only the channel's thread writes it
         clock: Clock,
-        now: Callable[[], float],
+        now: Callable[[], float],  # the run's time as this process knows it [s]
+        # Called with one line, in the channel's thread, when the coordinator does not answer for a while, refuses the
+        # handshake, or another process answers.
         progress: Callable[[str], None] = lambda _: None,
         *,
+        # What the policy of this side forbids about a message of a size [bytes]; None allows everything. A forbidden
+        # message is not sealed: its refusal is sent instead.
         forbidden: Callable[[Message, int], Refusal | None] | None = None,
+        # Factor of the intervals between heartbeats and of the limits of silence, the same at both ends.
         patience: float = 1.0,
+        # Called in the channel's thread with each message; None keeps them for receive.
         deliver: Callable[[Message], None] | None = None,
-        options: Wire = _DEFAULTS,
+        options: Wire = _DEFAULTS,  # what this side hides of its messages, and when a session gets new keys
+        # Finds the keys of the scenario that differ from a coordinator's; None does not.
         comparison: inquiry.ScenarioComparison | None = None,
+        # End with OtherRunError if the coordinator has another scenario, instead of trying again.
         ends_with_other_run: bool = False,
     ) -> None:
         self._ends_with_other_run = ends_with_other_run
@@ -126,6 +112,7 @@ class Channel:
         self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
 
+        # What this process states about its data, the first message of each session; set before the start.
         self.statement: tuple[Payload, ...] = ()
         self._session: Session | None = None
         self._initiated: Initiated | None = None

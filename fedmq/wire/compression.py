@@ -36,11 +36,10 @@ class Compressed(np.ndarray[tuple[int], np.dtype[np.float32]]):
 
     Attributes:
         form: name of the form; empty without parts.
-        parts: what travels.
     """
 
     form = ""
-    parts: tuple[Array, ...] = ()
+    parts: tuple[Array, ...] = ()  # what travels
 
 
 def form_of(values: Array) -> str:
@@ -56,34 +55,23 @@ def sent_bytes(values: Array) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the forms need beside the values.
+    """What the forms need beside the values."""
 
-    Args:
-        fraction: top_k: fraction of the values that are sent.
-        rank: low_rank: columns of the two factors of a matrix.
-        shapes: low_rank: shapes of the tensors that are concatenated in the values.
-        factors: low_rank: the last part of the sender's encoding before, whose right factors this one starts from; None
-            or another size draws them.
-    """
-
-    fraction: float = 1.0
-    rank: int = 1
-    shapes: tuple[tuple[int, ...], ...] = ()
+    fraction: float = 1.0  # top_k: fraction of the values that are sent
+    rank: int = 1  # low_rank: columns of the two factors of a matrix
+    shapes: tuple[tuple[int, ...], ...] = ()  # low_rank: shapes of the tensors that are concatenated in the values
+    # Low_rank: the last part of the sender's encoding before, whose right factors this one starts from; None or another
+    # size draws them.
     factors: F32 | None = None
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form in which float32 values travel.
+    """A form in which float32 values travel."""
 
-    Args:
-        dtypes: type of each part.
-        encode: finite values float32 [n], and the settings, to the parts.
-        decode: parts, and n, to values float32 [n]; raises FieldError if the parts do not fit n.
-    """
-
-    dtypes: tuple[str, ...]
-    encode: Callable[[F32, Settings], tuple[Array, ...]]
+    dtypes: tuple[str, ...]  # type of each part
+    encode: Callable[[F32, Settings], tuple[Array, ...]]  # finite values float32 [n], and the settings, to the parts
+    # Parts, and n, to values float32 [n]; raises FieldError if the parts do not fit n.
     decode: Callable[[Sequence[Array], int], F32]
 
 

@@ -109,21 +109,13 @@ def check_real(place: str, value: object, low: float = -math.inf, high: float = 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A C-contiguous array; floats must be finite.
+    """A C-contiguous array; floats must be finite."""
 
-    Args:
-        dtypes: allowed NumPy dtypes.
-        shape: numbers are exact sizes, letters symbolic dimensions.
-        bulk: a model or an update, whose finiteness is checked by :func:`fedmq.wire.codec.decode` only.
-        low: smallest value of an integer tensor.
-        least: smallest size of each symbolic dimension.
-    """
-
-    dtypes: tuple[str, ...]
-    shape: tuple[int | str, ...]
-    bulk: bool = False
-    low: int | None = None
-    least: int = 1
+    dtypes: tuple[str, ...]  # allowed NumPy dtypes
+    shape: tuple[int | str, ...]  # numbers are exact sizes, letters symbolic dimensions
+    bulk: bool = False  # a model or an update, whose finiteness is checked by decode only
+    low: int | None = None  # smallest value of an integer tensor
+    least: int = 1  # smallest size of each symbolic dimension
 
     def check(self, place: str, value: object, dims: dict[str, int]) -> None:
         """Check dtype, shape, contiguity, ``low`` and, unless bulk, finiteness."""

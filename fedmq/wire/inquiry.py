@@ -163,24 +163,16 @@ def differing_keys(answer: str, scenario: Mapping[str, object]) -> tuple[str, ..
 
 
 class ScenarioComparison:
-    """Finds the keys that differ from a coordinator's scenario and tells it, so that both operators know.
-
-    Args:
-        uri: URI at which it listens.
-        identity: this process, a silo of its run or the evaluator.
-        accepted: accepted public keys, with that of the coordinator.
-        scenario: this side's scenario as plain data.
-        tells: tell the coordinator.
-    """
+    """Finds the keys that differ from a coordinator's scenario and tells it, so that both operators know."""
 
     def __init__(
         self,
-        uri: str,
-        identity: Identity,
-        accepted: Accepted,
-        scenario: Mapping[str, object],
+        uri: str,  # URI at which it listens
+        identity: Identity,  # this process, a silo of its run or the evaluator
+        accepted: Accepted,  # accepted public keys, with that of the coordinator
+        scenario: Mapping[str, object],  # this side's scenario as plain data
         *,
-        tells: bool = True,
+        tells: bool = True,  # tell the coordinator
     ) -> None:
         self._uri, self._identity, self._accepted, self._scenario = uri, identity, accepted, scenario
         self._tells = tells

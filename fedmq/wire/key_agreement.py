@@ -54,17 +54,11 @@ MOST_REKEYS_MADE, MOST_REKEYS_ANSWERED = 30, 60
 
 @dataclass(frozen=True)
 class Ephemeral:
-    """One side's secrets for a single handshake.
+    """One side's secrets for a single handshake."""
 
-    Args:
-        nonce: 32 bytes.
-        x25519: private key.
-        mlkem: ML-KEM-768 private key; the responder does not use its own.
-    """
-
-    nonce: bytes
-    x25519: X25519PrivateKey
-    mlkem: MLKEM768PrivateKey
+    nonce: bytes  # 32 bytes
+    x25519: X25519PrivateKey  # private key
+    mlkem: MLKEM768PrivateKey  # ML-KEM-768 private key; the responder does not use its own
 
     @classmethod
     def generate(cls) -> Ephemeral:
@@ -172,17 +166,11 @@ def verified_fields(key: Ed25519PublicKey, label: bytes, context: tuple[bytes, .
 
 @dataclass(frozen=True)
 class Rekeying:
-    """The initiator's state between rekey and rekeyed.
+    """The initiator's state between rekey and rekeyed."""
 
-    Args:
-        session: identifier of the session's current keys.
-        ephemeral: its secrets.
-        body: body of the rekey.
-    """
-
-    session: bytes
+    session: bytes  # identifier of the session's current keys
     ephemeral: Ephemeral
-    body: bytes
+    body: bytes  # body of the rekey
 
 
 def rekey_due(session: Session, limits: Wire, seconds: float) -> bool:

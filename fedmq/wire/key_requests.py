@@ -39,23 +39,14 @@ _Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
 class KeyRequest(Stored):
-    """A request to accept a key.
+    """A request to accept a key."""
 
-    Args:
-        key_request: version of this format.
-        name: name of the process.
-        key: its public key, Ed25519, 32 bytes in hexadecimal.
-        replaces: the public key that this one replaces; None for a first key.
-        signature: signature of :meth:`statement` by the new key, 64 bytes in hexadecimal.
-        replaced_signature: signature of :meth:`statement` by the replaced key.
-    """
-
-    key_request: Literal[1]
-    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
-    key: Digest
-    replaces: Digest | None = None
-    signature: _Signature
-    replaced_signature: _Signature | None = None
+    key_request: Literal[1]  # version of this format
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]  # name of the process
+    key: Digest  # its public key, Ed25519, 32 bytes in hexadecimal
+    replaces: Digest | None = None  # the public key that this one replaces; None for a first key
+    signature: _Signature  # signature of statement by the new key, 64 bytes in hexadecimal
+    replaced_signature: _Signature | None = None  # signature of statement by the replaced key
 
     @property
     def public_key(self) -> Ed25519PublicKey:

@@ -151,9 +151,6 @@ def identity_of(name: str, raw: bytes, path: Path) -> Identity:
 class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
     """The accepted public keys of a folder, ``accepted/NAME.pub``, by name; :meth:`refresh` reads them again.
 
-    Attributes:
-        problem: why the folder could not be read completely at the last refresh; empty if it could.
-
     Raises:
         InputError: the folder is missing or can be written by another user, a file is not an Ed25519 public key, or two
             names share a key.
@@ -165,7 +162,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         with contextlib.suppress(OSError):  # the next refresh lists it
             self._files = self._present()
         self._keys = _read_accepted(directory)
-        self.problem = ""
+        self.problem = ""  # why the folder could not be read completely at the last refresh; empty if it could
 
     def __getitem__(self, name: str) -> Ed25519PublicKey:
         return self._keys[name]
@@ -203,11 +200,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         return sorted(name for name, key in before.items() if self._keys.get(name) != key)
 
     def _present(self) -> dict[str, tuple[int, int, int]]:
-        """Inode, time and size of each key file, by name; empty if the folder is gone.
-
-        Raises:
-            OSError: the folder cannot be listed.
-        """
+        """Inode, time and size of each key file, by name; empty if the folder is gone."""
         found = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
@@ -454,11 +447,7 @@ def checked_passphrase(place: str, given: bytes) -> bytes:
 
 
 def _passphrase(path: Path) -> bytes:
-    """The passphrase of an encrypted key, from the environment, a file or the terminal.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The passphrase of an encrypted key, from the environment, a file or the terminal."""
     given = given_passphrase()
     if given is None and sys.stdin is not None and sys.stdin.isatty():
         given = getpass.getpass(f"passphrase of {printable(str(path))}: ").encode()

@@ -26,20 +26,14 @@ MAX_BYTES = 1 << 30
 class LayoutEntry:
     """One parameter of a layout.
 
-    Args:
-        name: name of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
-        shape: up to 8 dimensions, each at least 0; ``()`` for a scalar.
-        dtype: :data:`DTYPE`.
-        offset: first byte in the buffer [bytes].
-
     Raises:
         FieldError: an argument is of the wrong type or out of bounds.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
+    name: str  # name of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``
+    shape: tuple[int, ...]  # up to 8 dimensions, each at least 0; ``()`` for a scalar
+    dtype: str  # DTYPE
+    offset: int  # first byte in the buffer [bytes]
 
     def __post_init__(self) -> None:
         check_name("layout name", self.name, LAYER)
@@ -68,13 +62,11 @@ class LayoutEntry:
 class Layout:
     """The layout of a model: its parameters in the order of the buffer, without gaps or overlaps.
 
-    Args:
-        entries: 1 to 8192 entries with distinct names; the first starts at 0, each other where the previous one ends.
-
     Raises:
         FieldError: a gap, an overlap, a duplicate name, or too many entries or bytes.
     """
 
+    # 1 to 8192 entries with distinct names; the first starts at 0, each other where the previous one ends.
     entries: tuple[LayoutEntry, ...]
 
     def __post_init__(self) -> None:

@@ -24,17 +24,11 @@ V = TypeVar("V")
 
 @dataclass
 class RateLimit:
-    """A rate limit as a token bucket.
+    """A rate limit as a token bucket."""
 
-    Args:
-        most: maximum number in a burst.
-        at: stopwatch time of the last change [s].
-        per_second: how many more are allowed per second.
-    """
-
-    most: int
-    at: float
-    per_second: float = 1.0
+    most: int  # maximum number in a burst
+    at: float  # stopwatch time of the last change [s]
+    per_second: float = 1.0  # how many more are allowed per second
 
     def __post_init__(self) -> None:
         self._left = float(self.most)
@@ -121,7 +115,6 @@ class RefusalLog:
 
     Args:
         log: the message log of this process.
-        clock: clock for the windows of one minute.
     """
 
     def __init__(self, log: MessageLog, clock: Clock) -> None:
@@ -164,7 +157,6 @@ class StaleSessions:
 
     Args:
         log: the message log of this process.
-        clock: clock for the interval between two notes.
         restarted: whether there was an earlier process.
     """
 

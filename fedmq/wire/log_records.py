@@ -77,21 +77,13 @@ _CausedBy = Annotated[_Size | None, AfterValidator(_earlier)]
 
 
 class _Record(Stored):
-    """Base of all records.
+    """Base of all records."""
 
-    Args:
-        n: number of the record in its log, from 0.
-        process: name of the process that wrote it.
-        wall: when it was written, UTC with milliseconds.
-        previous: hash of the record before it; 64 zeros for the first one.
-        hash: hash of this record, by :func:`chain`.
-    """
-
-    n: int
-    process: str
-    wall: _Wall
-    previous: str
-    hash: str
+    n: int  # number of the record in its log, from 0
+    process: str  # name of the process that wrote it
+    wall: _Wall  # when it was written, UTC with milliseconds
+    previous: str  # hash of the record before it; 64 zeros for the first one
+    hash: str  # hash of this record, by chain
 
     @property
     def _extra(self) -> dict[str, Any]:
@@ -129,103 +121,61 @@ class _Noted(_Record):
 
 
 class NoteRecord(_Noted):
-    """A note of an event other than a message, e.g. a start, a lost silo, a release.
-
-    Args:
-        action: ``note``.
-        event: what happened.
-        version: number of merges, if the note has one.
-        caused_by: number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a
-            note of what peers or the operator did.
-    """
+    """A note of an event other than a message, e.g. a start, a lost silo, a release."""
 
     action: Literal["note"]
-    event: _LogEvent
-    version: int | None = None
+    event: _LogEvent  # what happened
+    version: int | None = None  # number of merges, if the note has one
+    # Number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a note of what
+    # peers or the operator did.
     caused_by: _CausedBy = None
 
 
 class TimelineRecord(_Noted):
-    """An event on the run's timeline, as processed by the coordinator; a replay must have the same events.
-
-    Args:
-        action: ``timeline``.
-        event: what happened.
-        silo: the silo whose task it concerns; empty for a deadline.
-        sequence: number of that task; 0 if there is none.
-        now: the run's time [s].
-        version: number of merges.
-        number: number of the event in the run, from 1.
-        caused_by: number ``n`` of an earlier record of this log, which led to this one: the received reply, or why the
-            task failed.
-    """
+    """An event on the run's timeline, as processed by the coordinator; a replay must have the same events."""
 
     action: Literal["timeline"]
-    event: _TimelineEvent
-    silo: str
-    sequence: int
-    now: int | float
+    event: _TimelineEvent  # what happened
+    silo: str  # the silo whose task it concerns; empty for a deadline
+    sequence: int  # number of that task; 0 if there is none
+    now: int | float  # the run's time [s]
     version: int
-    number: int
+    number: int  # number of the event in the run, from 1
+    # Number ``n`` of an earlier record of this log, which led to this one: the received reply, or why the task failed.
     caused_by: _CausedBy = None
 
 
 class RefusedRecord(_Record):
-    """A refused message.
-
-    Args:
-        action: ``refused``.
-        peer: its sender, as far as known.
-        reason: why it was refused.
-        detail: one line for a reader.
-        bytes: total size of all its frames [bytes]; 0 if it was refused after it had been received and logged.
-    """
+    """A refused message."""
 
     action: Literal["refused"]
-    peer: str
-    reason: _Reason
-    detail: str
-    bytes: _Size
+    peer: str  # its sender, as far as known
+    reason: _Reason  # why it was refused
+    detail: str  # one line for a reader
+    bytes: _Size  # total size of all its frames [bytes]; 0 if it was refused after it had been received and logged
 
 
 class StartRecord(_Record):
-    """What a process declares at each of its starts, before it exchanges messages; a :class:`SignatureRecord` follows.
-
-    Args:
-        action: ``start``.
-        run: the run's name.
-        scenario: SHA-256 (hex) of the scenario without machine-dependent keys; the run's name begins with it.
-        protocol: the method.
-        privacy: the scenario's section of that name.
-        data: digest of the prepared data's content.
-        key: this process's public key, Ed25519, 32 bytes in hexadecimal.
-        peers: public keys that this process accepts, by name.
-    """
+    """What a process declares at each start, before it exchanges messages; a :class:`SignatureRecord` follows."""
 
     action: Literal["start"]
     run: str
-    scenario: Digest
+    scenario: Digest  # SHA-256 (hex) of the scenario without machine-dependent keys; the run's name begins with it
     protocol: str
     privacy: dict[str, JsonValue]
-    data: str
-    key: Digest
-    peers: dict[str, Digest]
+    data: str  # digest of the prepared data's content
+    key: Digest  # this process's public key, Ed25519, 32 bytes in hexadecimal
+    peers: dict[str, Digest]  # public keys that this process accepts, by name
 
 
 class SignatureRecord(_Record):
-    """A signature of the log up to the record before it.
-
-    Args:
-        action: ``signed``.
-        at: when; a merge also has its ``version``.
-        version: number of merges.
-        signature: Ed25519 (64 bytes in hexadecimal) of :func:`signed_statement`, by the key of the last start. It
-            covers the other fields of this record, too: when it was made, and on which occasion.
-    """
+    """A signature of the log up to the record before it."""
 
     action: Literal["signed"]
-    at: Annotated[SignedAt, Field(strict=False)]
+    at: Annotated[SignedAt, Field(strict=False)]  # when; a merge also has its ``version``
     version: int | None = None
+    # Ed25519 (64 bytes in hexadecimal) of signed_statement, by the key of the last start. It covers the other fields of
+    # this record, too: when it was made, and on which occasion.
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
@@ -251,19 +201,12 @@ def _of_handshake(kind: Kind) -> Kind:
 
 
 class HandshakeRecord(_Record):
-    """A handshake message.
-
-    Args:
-        action: its direction.
-        kind: hello, welcome or ready.
-        peer: the process at the other end.
-        bytes: total size of all its frames [bytes].
-    """
+    """A handshake message."""
 
     action: _Direction
-    kind: Annotated[Kind, Field(strict=False), AfterValidator(_of_handshake)]
-    peer: str
-    bytes: _Size
+    kind: Annotated[Kind, Field(strict=False), AfterValidator(_of_handshake)]  # hello, welcome or ready
+    peer: str  # the process at the other end
+    bytes: _Size  # total size of all its frames [bytes]
 
 
 #: Fields of a message's header that its record holds: all but the wire version.
@@ -271,26 +214,17 @@ HEADER = tuple(each.name for each in fields(Header) if each.name != "wire_versio
 
 
 class MessageRecord(_Record):
-    """A sealed message. In the log, its header's fields are at the top level.
-
-    Args:
-        action: its direction.
-        header: header of the message.
-        payloads: kind and tensor bytes of each payload, as sent.
-        digests: digests of each payload.
-        bytes: total size of all its frames [bytes].
-        tag: hexadecimal authentication tag of the sealed frame.
-        head: head of the sender's log when it sealed the message; missing if the sender keeps no signed log.
-        decoded: tensor bytes of each payload once decoded; missing if none of them was compressed.
-    """
+    """A sealed message. In the log, its header's fields are at the top level."""
 
     action: _Direction
-    header: Header
-    payloads: list[_PayloadSize]
-    digests: list[Digest]
-    bytes: _Size
-    tag: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    header: Header  # header of the message
+    payloads: list[_PayloadSize]  # kind and tensor bytes of each payload, as sent
+    digests: list[Digest]  # digests of each payload
+    bytes: _Size  # total size of all its frames [bytes]
+    tag: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # hexadecimal authentication tag of the sealed frame
+    # Head of the sender's log when it sealed the message; missing if the sender keeps no signed log.
     head: Digest | None = None
+    # Tensor bytes of each payload once decoded; missing if none of them was compressed.
     decoded: list[_Size] | None = None
 
     @model_validator(mode="after")
@@ -432,16 +366,12 @@ _Counts = defaultdict[str, Counter[str]]
 
 @dataclass
 class SentPayloads:
-    """Payloads by the process that sent them and by kind.
+    """Payloads by the process that sent them and by kind."""
 
-    Args:
-        number: number of payloads.
-        bytes: total size of their tensors as sent [bytes]; 0 for a kind that holds numbers or words only.
-        decoded: total size of the tensors once decoded [bytes].
-    """
-
-    number: _Counts = field(default_factory=lambda: defaultdict(Counter))
+    number: _Counts = field(default_factory=lambda: defaultdict(Counter))  # number of payloads
+    # Total size of their tensors as sent [bytes]; 0 for a kind that holds numbers or words only.
     bytes: _Counts = field(default_factory=lambda: defaultdict(Counter))
+    # Total size of the tensors once decoded [bytes].
     decoded: _Counts = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, process: str, record: MessageRecord) -> None:

@@ -50,21 +50,13 @@ from fedmq.wire.payloads import decoded_sizes, sizes
 
 @dataclass(frozen=True)
 class StartFacts:
-    """What every process of a run must agree on; each declares it in its log and signs it.
-
-    Args:
-        run: the run's name.
-        scenario: SHA-256 (hex) of the scenario, see ``config.run_id.digest_of``.
-        protocol: the method.
-        privacy: the scenario's section of that name.
-        data: digest of the prepared data's content.
-    """
+    """What every process of a run must agree on; each declares it in its log and signs it."""
 
     run: str
-    scenario: str
+    scenario: str  # SHA-256 (hex) of the scenario, see ``config.run_id.digest_of``
     protocol: str
     privacy: Mapping[str, JsonValue]
-    data: str
+    data: str  # digest of the prepared data's content
 
     @classmethod
     def of(cls, run: ResolvedRun, data: str) -> StartFacts:
@@ -82,7 +74,6 @@ class MessageLog:
     Args:
         path: path of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
         process: name of the process.
-        clock: clock for the date and time of records.
         patience: how long to wait for an earlier process of the same name to end [s].
         logger: receives every record, too, as a log for operators.
 
@@ -346,9 +337,6 @@ class Mirror:
 
     If a silo's tasks fail for the same reason again and again, the first failure is logged as it is, the 10th, 100th,
     1000th, ... with the number of times, and the others as ``debug``.
-
-    Args:
-        logger: the log for operators.
     """
 
     def __init__(self, logger: Logger) -> None:

@@ -87,34 +87,21 @@ class Reason(StrEnum):
 class Header:
     """A message's header: authenticated but not encrypted.
 
-    Args:
-        run: the run's name.
-        kind: kind of message.
-        sender: name of the sending process: ``coordinator``, ``evaluator``, ``silo-00``, ...
-        receiver: name of the receiving process.
-        sequence: for a task its number, unique per silo and increasing; for other kinds, chosen by the sender.
-        sent_at: the run's time [s].
-        reply_to: sequence of the message that this one answers; required in a reply.
-        base_version: version (number of merges) of the model that the message is based on.
-        session: 16 bytes from the handshake; empty in hello and welcome. Set when the message is sealed.
-        counter: counter of the AEAD, per direction. Set when the message is sealed.
-        wire_version: version of the wire format.
-
     Raises:
         FieldError: a field is of the wrong type or out of bounds.
     """
 
     run: str
-    kind: Kind
-    sender: str
-    receiver: str
-    sequence: int
-    sent_at: float
-    reply_to: int | None = None
-    base_version: int = 0
-    session: bytes = b""
-    counter: int = 0
-    wire_version: int = WIRE_VERSION
+    kind: Kind  # kind of message
+    sender: str  # name of the sending process: ``coordinator``, ``evaluator``, ``silo-00``,
+    receiver: str  # name of the receiving process
+    sequence: int  # for a task its number, unique per silo and increasing; for other kinds, chosen by the sender
+    sent_at: float  # the run's time [s]
+    reply_to: int | None = None  # sequence of the message that this one answers; required in a reply
+    base_version: int = 0  # version (number of merges) of the model that the message is based on
+    session: bytes = b""  # 16 bytes from the handshake; empty in hello and welcome. Set when the message is sealed.
+    counter: int = 0  # counter of the AEAD, per direction. Set when the message is sealed.
+    wire_version: int = WIRE_VERSION  # version of the wire format
 
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:
@@ -139,18 +126,13 @@ class Header:
 class ShortHeader:
     """The clear header of a message whose header is sealed with its body: what is needed to open it.
 
-    Args:
-        wire_version: version of the wire format.
-        session: 16 bytes.
-        counter: counter of the AEAD, per direction.
-
     Raises:
         FieldError: a field is of the wrong type or out of bounds.
     """
 
-    wire_version: int
-    session: bytes
-    counter: int
+    wire_version: int  # version of the wire format
+    session: bytes  # 16 bytes
+    counter: int  # counter of the AEAD, per direction
 
     def __post_init__(self) -> None:
         check_whole("wire_version", self.wire_version, 1, 0xFFFF)
@@ -189,20 +171,13 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """Scalars of a task.
+    """Scalars of a task."""
 
-    Args:
-        round: number of this task's round, from 0.
-        rounds: total number of rounds, at least 1.
-        committed: all replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none
-            was merged.
-        learning_rate: learning rate of local training, above 0.
-    """
-
-    round: int
-    rounds: int
+    round: int  # number of this task's round, from 0
+    rounds: int  # total number of rounds, at least 1
+    # All replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none was merged.
     committed: int
-    learning_rate: float
+    learning_rate: float  # learning rate of local training, above 0
 
     def __post_init__(self) -> None:
         check_whole("task.round", self.round, 0, I63)
@@ -217,22 +192,16 @@ class TaskInfo:
 class Message:
     """A message: a header and its contents.
 
-    Args:
-        header: a header of any kind.
-        payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
-        task: required in a task, optional in an evaluate message, None in all others.
-        layout: required in a layout message, None in all others.
-        head: head of the sender's message log before it logged this message, 32 bytes; None if the sender keeps no
-            signed log.
-
     Raises:
         FieldError: an argument is missing or not allowed.
     """
 
-    header: Header
+    header: Header  # a header of any kind
+    # At most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
     payloads: tuple[Payload, ...] = ()
-    task: TaskInfo | None = None
-    layout: Layout | None = None
+    task: TaskInfo | None = None  # required in a task, optional in an evaluate message, None in all others
+    layout: Layout | None = None  # required in a layout message, None in all others
+    # Head of the sender's message log before it logged this message, 32 bytes; None if the sender keeps no signed log.
     head: bytes | None = None
 
     def __post_init__(self) -> None:

@@ -49,16 +49,12 @@ I64: TypeAlias = npt.NDArray[np.int64]
 class Payload:
     """Base of all payloads. Each kind is a frozen dataclass, declared with :func:`payload`.
 
-    Attributes:
-        KIND: its name on the wire.
-        FIELDS: declarations of its fields by name, in the order of the wire.
-
     Raises:
         FieldError: on construction: a field has the wrong type, dtype or shape, or is out of bounds.
     """
 
     KIND: ClassVar[str]
-    FIELDS: ClassVar[Mapping[str, Field]]
+    FIELDS: ClassVar[Mapping[str, Field]]  # declarations of its fields by name, in the order of the wire
 
     def __post_init__(self) -> None:
         dims: dict[str, int] = {}
@@ -127,95 +123,62 @@ _METRICS_BY_SILO = NestedFloatMap(1024, NAME, _METRICS)
 @payload("model")
 @dataclass(frozen=True, eq=False)
 class Model(Payload):
-    """A model's parameters.
+    """A model's parameters."""
 
-    Args:
-        layout_digest: digest of the agreed layout, 64 hexadecimal digits.
-        buffer: float32 (n,).
-    """
-
-    layout_digest: Annotated[str, _DIGEST]
-    buffer: Annotated[F32, _BULK]
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout, 64 hexadecimal digits
+    buffer: Annotated[F32, _BULK]  # float32 (n,)
 
 
 @payload("delta")
 @dataclass(frozen=True, eq=False)
 class Delta(Payload):
-    """A silo's update Δ of all shared parameters.
+    """A silo's update Δ of all shared parameters."""
 
-    Args:
-        layout_digest: digest of the agreed layout.
-        buffer: float32 (n,).
-        n_samples: number of local training samples.
-    """
-
-    layout_digest: Annotated[str, _DIGEST]
-    buffer: Annotated[F32, _BULK]
-    n_samples: Annotated[int, _SAMPLES]
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout
+    buffer: Annotated[F32, _BULK]  # float32 (n,)
+    n_samples: Annotated[int, _SAMPLES]  # number of local training samples
 
 
 @payload("partial_delta")
 @dataclass(frozen=True, eq=False)
 class PartialDelta(Payload):
-    """A silo's update Δ of some layers.
+    """A silo's update Δ of some layers."""
 
-    Args:
-        layout_digest: digest of the agreed layout that has these layers.
-        names: distinct layer names, in the order of the buffer; empty if the silo trains no shared layer.
-        buffer: float32 (n,), the layers concatenated.
-        n_samples: number of local training samples.
-    """
-
-    layout_digest: Annotated[str, _DIGEST]
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout that has these layers
+    # Distinct layer names, in the order of the buffer; empty if the silo trains no shared layer.
     names: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]
-    buffer: Annotated[F32, replace(_BULK, least=0)]
-    n_samples: Annotated[int, _SAMPLES]
+    buffer: Annotated[F32, replace(_BULK, least=0)]  # float32 (n,), the layers concatenated
+    n_samples: Annotated[int, _SAMPLES]  # number of local training samples
 
 
 @payload("modality_prototypes")
 @dataclass(frozen=True, eq=False)
 class ModalityPrototypes(Payload):
-    """One prototype per modality.
+    """One prototype per modality."""
 
-    Args:
-        image: (d,) float32; a placeholder if its bit of the mask is 0.
-        text: (d,) float32; likewise.
-        mask: which prototypes are present: bit 0 (value 1) image, bit 1 (value 2) text.
-    """
-
-    image: Annotated[F32, Tensor(("float32",), ("d",))]
-    text: Annotated[F32, Tensor(("float32",), ("d",))]
-    mask: Annotated[int, _MASK]
+    image: Annotated[F32, Tensor(("float32",), ("d",))]  # (d,) float32; a placeholder if its bit of the mask is 0
+    text: Annotated[F32, Tensor(("float32",), ("d",))]  # (d,) float32; likewise
+    mask: Annotated[int, _MASK]  # which prototypes are present: bit 0 (value 1) image, bit 1 (value 2) text
 
 
 @payload("class_prototypes")
 @dataclass(frozen=True, eq=False)
 class ClassPrototypes(Payload):
-    """One prototype per class.
+    """One prototype per class."""
 
-    Args:
-        prototypes: (C, r) float32.
-        counts: (C,) int64, samples per class, at least 0; 0 marks an absent row.
-        modality: ``image``, ``text`` or ``both``.
-    """
-
-    prototypes: Annotated[F32, Tensor(("float32",), ("C", "r"))]
+    prototypes: Annotated[F32, Tensor(("float32",), ("C", "r"))]  # (C, r) float32
+    # (C,) int64, samples per class, at least 0; 0 marks an absent row.
     counts: Annotated[I64, Tensor(("int64",), ("C",), low=0)]
-    modality: Annotated[str, Word(_MODALITY)]
+    modality: Annotated[str, Word(_MODALITY)]  # ``image``, ``text`` or ``both``
 
 
 @payload("memory")
 @dataclass(frozen=True, eq=False)
 class Memory(Payload):
-    """FedCAFE's memory of centroids.
+    """FedCAFE's memory of centroids."""
 
-    Args:
-        centroids: (C, r) float32.
-        support: (C,) int64, samples per centroid, at least 0.
-    """
-
-    centroids: Annotated[F32, Tensor(("float32",), ("C", "r"))]
-    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]
+    centroids: Annotated[F32, Tensor(("float32",), ("C", "r"))]  # (C, r) float32
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # (C,) int64, samples per centroid, at least 0
 
 
 @payload("router_statistics")
@@ -261,15 +224,11 @@ class LabelCount(Payload):
 @payload("representations")
 @dataclass(frozen=True, eq=False)
 class Representations(Payload):
-    """Representations of the public items.
+    """Representations of the public items."""
 
-    Args:
-        values: (N, d) float16 or float32.
-        modality: ``image``, ``text`` or ``both``.
-    """
-
+    # (N, d) float16 or float32.
     values: Annotated[npt.NDArray[np.float16] | F32, Tensor(("float16", "float32"), ("N", "d"))]
-    modality: Annotated[str, Word(_MODALITY)]
+    modality: Annotated[str, Word(_MODALITY)]  # ``image``, ``text`` or ``both``
 
 
 @payload("discriminator_delta")
@@ -288,89 +247,62 @@ class DiscriminatorDelta(Payload):
 @payload("metrics")
 @dataclass(frozen=True, eq=False)
 class Metrics(Payload):
-    """Metrics of a model, overall and per silo.
+    """Metrics of a model, overall and per silo."""
 
-    Args:
-        values: metric name to finite float, at most 256.
-        per_silo: silo name to such a mapping, at most 1024 silos.
-    """
-
-    values: Annotated[Mapping[str, float], _METRICS]
+    values: Annotated[Mapping[str, float], _METRICS]  # metric name to finite float, at most 256
+    # Silo name to such a mapping, at most 1024 silos.
     per_silo: Annotated[Mapping[str, Mapping[str, float]], _METRICS_BY_SILO] = field(default_factory=dict)
 
 
 @payload("silo_metrics")
 @dataclass(frozen=True, eq=False)
 class SiloMetrics(Payload):
-    """Metrics of the shared model on a silo's own held-out items.
+    """Metrics of the shared model on a silo's own held-out items."""
 
-    Args:
-        items: number of these items that have both modalities.
-        values: metric name to finite float, at most 256; empty without such items.
-    """
-
-    items: Annotated[int, _SAMPLES]
+    items: Annotated[int, _SAMPLES]  # number of these items that have both modalities
+    # Metric name to finite float, at most 256; empty without such items.
     values: Annotated[Mapping[str, float], _METRICS]
 
 
 @payload("data_statement")
 @dataclass(frozen=True, eq=False)
 class DataStatement(Payload):
-    """What a silo or the evaluator states about its data before it joins a run.
+    """What a silo or the evaluator states about its data before it joins a run."""
 
-    Args:
-        data: salted digest of the data, :func:`fedmq.data.item_digests.salted_digest`.
-        mask: the modalities it has (bit 0 image, bit 1 text).
-        counts: (5, 3) int64, at least 0: items of the splits train, val, test, public and database with both
-            modalities, with an image only and with captions only. In a simulated partition those assigned to the silo.
-    """
-
-    data: Annotated[str, _DIGEST]
-    mask: Annotated[int, _MASK]
+    data: Annotated[str, _DIGEST]  # salted digest of the data, salted_digest
+    mask: Annotated[int, _MASK]  # the modalities it has (bit 0 image, bit 1 text)
+    # (5, 3) int64, at least 0: items of the splits train, val, test, public and database with both modalities, with an
+    # image only and with captions only. In a simulated partition those assigned to the silo.
     counts: Annotated[I64, Tensor(("int64",), (5, 3), low=0)]
 
 
 @payload("data_format")
 @dataclass(frozen=True, eq=False)
 class DataFormat(Payload):
-    """Labels and model inputs of a data set; of a silo, or those that all silos of a run agree on.
+    """Labels and model inputs of a data set; of a silo, or those that all silos of a run agree on."""
 
-    Args:
-        label_names: names of the labels, in order.
-        vocabulary: words of the bags of words, in order; empty for other texts.
-        image_shape: shape of an item's image input; empty without images.
-        text_shape: shape of a caption's input; empty without captions.
-        image_dtype: ``float32`` for features, ``uint8`` for pixels, ``none`` without images.
-        text_dtype: ``float32`` for features, ``int32`` for token ids, ``none`` without captions.
-        image_encoder: digest of the frozen image encoder; ``none`` for features from a file.
-        text_encoder: digest of the frozen text encoder and its tokenizer; likewise.
-        mean: (C,) float32, mean of each channel of pixels; empty for features.
-        std: (C,) float32, their standard deviation; likewise.
-    """
-
-    label_names: Annotated[tuple[str, ...], Names(_MOST_LABELS, LABEL, least=0)]
+    label_names: Annotated[tuple[str, ...], Names(_MOST_LABELS, LABEL, least=0)]  # names of the labels, in order
+    # Words of the bags of words, in order; empty for other texts.
     vocabulary: Annotated[tuple[str, ...], Names(_MOST_WORDS, LABEL, least=0)]
-    image_shape: Annotated[I64, _SHAPE]
-    text_shape: Annotated[I64, replace(_SHAPE, shape=("d",))]
-    image_dtype: Annotated[str, Word(_DTYPE)]
+    image_shape: Annotated[I64, _SHAPE]  # shape of an item's image input; empty without images
+    text_shape: Annotated[I64, replace(_SHAPE, shape=("d",))]  # shape of a caption's input; empty without captions
+    image_dtype: Annotated[str, Word(_DTYPE)]  # ``float32`` for features, ``uint8`` for pixels, ``none`` without images
+    # ``float32`` for features, ``int32`` for token ids, ``none`` without captions.
     text_dtype: Annotated[str, Word(_DTYPE)]
+    # Digest of the frozen image encoder; ``none`` for features from a file.
     image_encoder: Annotated[str, Word(ENCODER)]
-    text_encoder: Annotated[str, Word(ENCODER)]
-    mean: Annotated[F32, _SCALE]
-    std: Annotated[F32, _SCALE]
+    text_encoder: Annotated[str, Word(ENCODER)]  # digest of the frozen text encoder and its tokenizer; likewise
+    mean: Annotated[F32, _SCALE]  # (C,) float32, mean of each channel of pixels; empty for features
+    std: Annotated[F32, _SCALE]  # (C,) float32, their standard deviation; likewise
 
 
 @payload("silo_modalities")
 @dataclass(frozen=True, eq=False)
 class SiloModalities(Payload):
-    """The silos of a run and the modalities that each has.
+    """The silos of a run and the modalities that each has."""
 
-    Args:
-        silos: names, in the order of the run.
-        masks: (N,) int64, the modalities of each (bit 0 image, bit 1 text).
-    """
-
-    silos: Annotated[tuple[str, ...], Names(1024, NAME)]
+    silos: Annotated[tuple[str, ...], Names(1024, NAME)]  # names, in the order of the run
+    # (N,) int64, the modalities of each (bit 0 image, bit 1 text).
     masks: Annotated[I64, Tensor(("int64",), ("N",), low=1)]
 
     def __post_init__(self) -> None:
@@ -382,15 +314,10 @@ class SiloModalities(Payload):
 @payload("error")
 @dataclass(frozen=True, eq=False)
 class Error(Payload):
-    """An error at the sender.
+    """An error at the sender."""
 
-    Args:
-        code: a short fixed word.
-        text: for a reader, at most 1024 bytes of UTF-8.
-    """
-
-    code: Annotated[str, Word(NAME)]
-    text: Annotated[str, Text(1024)]
+    code: Annotated[str, Word(NAME)]  # a short fixed word
+    text: Annotated[str, Text(1024)]  # for a reader, at most 1024 bytes of UTF-8
 
     @classmethod
     def of_task(cls, error: Exception, text: str) -> Error:
@@ -419,28 +346,20 @@ _WITHHELD = re.compile("|".join((*PAYLOADS, "reply", "heartbeat", "statement", "
 @payload("refusal")
 @dataclass(frozen=True, eq=False)
 class Refusal(Payload):
-    """A silo's answer in place of one that its own policy forbids to leave.
+    """A silo's answer in place of one that its own policy forbids to leave."""
 
-    Args:
-        rule: a value of :class:`WithheldBy`.
-        withheld: kind of the payload that breaks it, or of the message if the message as a whole does. Only fixed
-            words are allowed, so that nothing can hide in it.
-    """
-
-    rule: Annotated[str, Word(_RULE)]
+    rule: Annotated[str, Word(_RULE)]  # a value of WithheldBy
+    # Kind of the payload that breaks it, or of the message if the message as a whole does. Only fixed words are
+    # allowed, so that nothing can hide in it.
     withheld: Annotated[str, Word(_WITHHELD)]
 
 
 @payload("run_status")
 @dataclass(frozen=True, eq=False)
 class RunStatus(Payload):
-    """The run's status, for an operator.
+    """The run's status, for an operator."""
 
-    Args:
-        json: the content of ``status.json`` (:class:`fedmq.runs.status.StatusFile`), at most 1 MiB of UTF-8.
-    """
-
-    json: Annotated[str, Text(MAX_STATUS)]
+    json: Annotated[str, Text(MAX_STATUS)]  # the content of ``status.json`` (StatusFile), at most 1 MiB of UTF-8
 
 
 def tensors(payload: Payload) -> list[npt.NDArray[Any]]:

@@ -72,17 +72,11 @@ _SLACK = TAG_BYTES
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed message.
+    """A sealed message."""
 
-    Args:
-        header: header as sent, with session and counter.
-        frames: unencrypted header, sealed body.
-        tag: the 16-byte GCM tag in hexadecimal, which identifies the message in the logs.
-    """
-
-    header: Header
-    frames: tuple[BytesLike, ...]
-    tag: str
+    header: Header  # header as sent, with session and counter
+    frames: tuple[BytesLike, ...]  # unencrypted header, sealed body
+    tag: str  # the 16-byte GCM tag in hexadecimal, which identifies the message in the logs
 
     @property
     def size(self) -> int:
@@ -101,33 +95,17 @@ class Opened:
 
 @dataclass
 class _Receiving:
-    """The key of the peer's messages, under the session identifier that they carry.
+    """The key of the peer's messages, under the session identifier that they carry."""
 
-    Args:
-        session: identifier, 16 bytes.
-        cipher: the key.
-        next: expected counter of the next message.
-    """
-
-    session: bytes
+    session: bytes  # identifier, 16 bytes
     cipher: AESGCM
-    next: int = 0
+    next: int = 0  # expected counter of the next message
 
 
 class Session:
     """One side's keys and counters of a connection; not thread-safe.
 
-    Args:
-        run: the run's name, the same on both sides.
-        name: this side's name.
-        peer: the other side's name.
-        session: identifier, 16 bytes.
-        send_key: 32 bytes, the peer's receive key.
-        receive_key: 32 bytes, the peer's send key.
-        options: what of its messages this side hides.
-
     Attributes:
-        authentic: number of the peer's messages whose tag was right.
         size: bytes sealed and opened under the present keys.
 
     Raises:
@@ -137,17 +115,17 @@ class Session:
     def __init__(
         self,
         *,
-        run: str,
-        name: str,
-        peer: str,
-        session: bytes,
-        send_key: bytes,
-        receive_key: bytes,
-        options: Wire = _NOTHING_HIDDEN,
+        run: str,  # the run's name, the same on both sides
+        name: str,  # this side's name
+        peer: str,  # the other side's name
+        session: bytes,  # identifier, 16 bytes
+        send_key: bytes,  # 32 bytes, the peer's receive key
+        receive_key: bytes,  # 32 bytes, the peer's send key
+        options: Wire = _NOTHING_HIDDEN,  # what of its messages this side hides
     ) -> None:
         self.run, self.name, self.peer = run, name, peer
         self._hides, self._pads = options.hides, options.padding
-        self.authentic = 0
+        self.authentic = 0  # number of the peer's messages whose tag was right
         self._receiving = self._use(session, send_key, receive_key)
         self._coming: _Receiving | None = None
 
@@ -343,7 +321,6 @@ class UnreadableError(RemoteWireError):
     """An authentic message could not be decoded.
 
     Args:
-        header: its header.
         error: what is wrong with it.
     """
 

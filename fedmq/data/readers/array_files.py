@@ -49,25 +49,15 @@ _LIBRARIES = ("h5py", "scipy.io", "scipy.sparse")
 
 @dataclass(frozen=True)
 class Stored:
-    """An array in a file, not yet read.
-
-    Args:
-        path: the file.
-        key: name of the array in the file.
-        shape: shape as MATLAB or NumPy shows it.
-        matlab: stored in HDF5 with reversed axes, as MATLAB does.
-        strings: holds strings; a row of a MATLAB character array is one string.
-        integers: has an integer dtype, if the file lists dtypes.
-        hdf5: the file is HDF5.
-    """
+    """An array in a file, not yet read."""
 
     path: Path
-    key: str
-    shape: tuple[int, ...]
-    matlab: bool = False
-    strings: bool = False
-    integers: bool = False
-    hdf5: bool = False
+    key: str  # name of the array in the file
+    shape: tuple[int, ...]  # shape as MATLAB or NumPy shows it
+    matlab: bool = False  # stored in HDF5 with reversed axes, as MATLAB does
+    strings: bool = False  # holds strings; a row of a MATLAB character array is one string
+    integers: bool = False  # has an integer dtype, if the file lists dtypes
+    hdf5: bool = False  # the file is HDF5
 
     @property
     def place(self) -> str:
@@ -212,11 +202,7 @@ def recognise(path: Path, pixels: bool) -> StoredByRole:
 
 
 def _all_or_parts(known: Sequence[tuple[tuple[str, Role], Stored]], place: str) -> None:
-    """Reject a mix of arrays with and without a part, of which one kind would have to be ignored.
-
-    Raises:
-        InputError: some names have a known part and others do not.
-    """
+    """Reject a mix of arrays with and without a part, of which one kind would have to be ignored."""
     without = [array.key for (part, _), array in known if part == "all"]
     parts = [array.key for (part, _), array in known if part != "all"]
     if without and parts:
@@ -257,9 +243,6 @@ def _items_in_rows(by_role: StoredByRole, place: str, split: Stored | None) -> S
 
     MATLAB marks the arrays that it writes to HDF5, whose axes are reversed. Other programs write HDF5 in either
     orientation without a mark; the orientation in which the arrays' shapes agree is used.
-
-    Raises:
-        InputError: both orientations agree, or items are columns in a file whose axes are known.
     """
 
     def turn(which: Callable[[Stored], bool]) -> StoredByRole:
@@ -312,15 +295,11 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 @dataclass(frozen=True)
 class PixelArray(Stack):
-    """Images in one stored array; images in an HDF5 file are read one by one.
+    """Images in one stored array; images in an HDF5 file are read one by one."""
 
-    Args:
-        stored: array of four dimensions: images first or last, and three channels before or after height and width.
-        n: number of images.
-    """
-
+    # Array of four dimensions: images first or last, and three channels before or after height and width.
     stored: Stored
-    n: int
+    n: int  # number of images
 
     def __len__(self) -> int:
         return self.n

@@ -50,11 +50,7 @@ LEVELS: Mapping[str, tuple[int, int]] = {"fashionvc": (8, 27), "ssense": (4, 28)
 
 
 def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
-    """The ``split`` array stored in a file or folder, uint8 [n]; None if there is none.
-
-    Raises:
-        InputError: as :func:`fedmq.data.splits.split_codes`.
-    """
+    """The ``split`` array stored in a file or folder, uint8 [n]; None if there is none."""
     stored = next((array for file in files_of(path) for array in list_arrays(file) if array.key == "split"), None)
     if stored is None:
         return None
@@ -62,11 +58,7 @@ def _stored_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
 
 
 def _stored_column(path: Path, column: str, sizes: Mapping[str, int]) -> Array:
-    """The array by whose values the partition distributes the items, strings or whole numbers [n].
-
-    Raises:
-        InputError: there is none, the items are in parts, or its length is wrong.
-    """
+    """The array by whose values the partition distributes the items, strings or whole numbers [n]."""
     place = f"{path}: partition.column {column}"
     if (parts := list(sizes)) != ["all"]:
         found = f"arrays of the parts {', '.join(parts)}"
@@ -183,11 +175,7 @@ def _take(arrays: Mapping[str, Array], rows: npt.NDArray[np.int64]) -> dict[str,
 
 
 def _features(by_role: StoredByRole, role: Role, sizes: Mapping[str, int]) -> list[Array]:
-    """Read the images or the texts of each part as floats.
-
-    Raises:
-        InputError: a part's number of items differs from its images', or its width from the first part's.
-    """
+    """Read the images or the texts of each part as floats."""
     read: list[Array] = []
     for part, n in sizes.items():
         stored = by_role[part, role]

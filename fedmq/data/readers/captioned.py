@@ -75,11 +75,7 @@ class _Instances(BaseModel):
 
 
 def _categories(folders: Sequence[Path]) -> dict[str, set[str]]:
-    """COCO category names by image number, from the ``instances_*.json`` files in any of the folders.
-
-    Raises:
-        InputError: a file is malformed.
-    """
+    """COCO category names by image number, from the ``instances_*.json`` files in any of the folders."""
     categories: dict[str, set[str]] = defaultdict(set)
     for path in sorted({os.path.realpath(path) for folder in folders for path in folder.glob("instances_*.json")}):
         instances = read_json(Path(path), _Instances, "COCO's instances: categories and annotations of images")
@@ -250,11 +246,7 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
 
 
 def _captions(path: Path) -> dict[str, list[str]]:
-    """Captions by photo name, in file order.
-
-    Raises:
-        InputError: a line is malformed.
-    """
+    """Captions by photo name, in file order."""
     captions: dict[str, list[str]] = defaultdict(list)
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
@@ -269,11 +261,7 @@ def _captions(path: Path) -> dict[str, list[str]]:
 
 
 def _photos(path: Path) -> list[str]:
-    """The photo names of a list file.
-
-    Raises:
-        InputError: a line is not a file name.
-    """
+    """The photo names of a list file."""
     names = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         name = line.strip()

@@ -28,34 +28,22 @@ CHUNK = 4096  # rows per check for finite values
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Validated features.
+    """Validated features."""
 
-    Args:
-        image: float32 [n, d_i], finite; rows of items without an image are zero.
-        text: float32 [N, d_t], finite: the captions of all items one after the other; one row of zeros for an item
-            without captions.
-        captions: int64 [n], number of captions of each item, 0 for an item without.
-        labels: multi-hot uint8 [n, L], or None.
-        label_names: L names; empty without labels.
-        split: uint8 [n], indices into ``SPLITS``.
-        split_given: whether the file contains the split; otherwise it was sampled.
-        keys: n unique item keys.
-        present: bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
-        column: n values of the key ``data.column``; None without it.
-        warnings: counts of what is probably unintended.
-    """
-
-    image: npt.NDArray[np.float32]
+    image: npt.NDArray[np.float32]  # float32 [n, d_i], finite; rows of items without an image are zero
+    # Float32 [N, d_t], finite: the captions of all items one after the other; one row of zeros for an item without
+    # captions.
     text: npt.NDArray[np.float32]
-    captions: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.uint8] | None
-    label_names: tuple[str, ...]
-    split: npt.NDArray[np.uint8]
-    split_given: bool
-    keys: tuple[str, ...]
+    captions: npt.NDArray[np.int64]  # int64 [n], number of captions of each item, 0 for an item without
+    labels: npt.NDArray[np.uint8] | None  # multi-hot uint8 [n, L], or None
+    label_names: tuple[str, ...]  # L names; empty without labels
+    split: npt.NDArray[np.uint8]  # uint8 [n], indices into ``SPLITS``
+    split_given: bool  # whether the file contains the split; otherwise it was sampled
+    keys: tuple[str, ...]  # n unique item keys
+    # Bool [n, 2], whether each item has an image, and whether it has captions; None if all items have both.
     present: npt.NDArray[np.bool_] | None = None
-    column: tuple[str, ...] | None = None
-    warnings: DataWarnings = NOTHING
+    column: tuple[str, ...] | None = None  # n values of the key ``data.column``; None without it
+    warnings: DataWarnings = NOTHING  # counts of what is probably unintended
 
 
 #: Range of the largest absolute value of a vector: the sum of its squares must neither overflow nor vanish.
@@ -63,12 +51,7 @@ _SMALLEST, _LARGEST = 1e-12, 1e16
 
 
 def _read_arrays(path: Path, column: str | None) -> dict[str, Array]:
-    """Read the arrays of the known keys, and of the key by which the partition distributes the items.
-
-    Raises:
-        InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
-            objects.
-    """
+    """Read the arrays of the known keys, and of the key by which the partition distributes the items."""
     if path.suffix not in (".npz", ".safetensors"):
         raise InputError(str(path), path.suffix or "no ending", ".npz or .safetensors")
     if not path.is_file():
@@ -148,9 +131,6 @@ def _check_lengths(path: Path, name: str, vectors: npt.NDArray[np.float32], item
         name: the array, likewise.
         vectors: finite vectors [N, d].
         items: the row in the file of each vector's item, int64 [N].
-
-    Raises:
-        InputError: a vector's largest absolute value is out of range.
     """
     largest = np.maximum(vectors.max(axis=1), -vectors.min(axis=1))
     wrong = np.flatnonzero((largest > _LARGEST) | ((largest > 0) & (largest < _SMALLEST)))
@@ -294,11 +274,7 @@ def checked(
 
 
 def _one_item_per_image(path: Path, found: FeatureSet) -> FeatureSet:
-    """Join rows of one split with equal images: the image once, with the captions and labels of all its rows.
-
-    Raises:
-        InputError: all rows have the same image.
-    """
+    """Join rows of one split with equal images: the image once, with the captions and labels of all its rows."""
     n, present = len(found.image), found.present
     same = same_rows(found.image)  # rows of zeros differ, so rows without an image stay apart
     apart = [same.tolist(), found.split.tolist(), found.column or [""] * n, [True] * n]

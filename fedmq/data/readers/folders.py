@@ -47,9 +47,6 @@ def _regions(folder: Path) -> dict[str, set[str]]:
     """Label names by image number, from the SAIAPR annotations if present.
 
     Each folder's ``labels.txt`` has lines of image, region and label number; ``wlist.txt`` maps label numbers to names.
-
-    Raises:
-        InputError: a line is malformed.
     """
     names: dict[str, str] = {}
     lists = [path for path in sorted(files_below(folder)) if path.name in ("wlist.txt", "labels.txt")]
@@ -68,11 +65,7 @@ def _regions(folder: Path) -> dict[str, set[str]]:
 
 
 def _read_western(path: Path) -> str:
-    """Read a text file in UTF-8 or in Windows-1252, the original encoding of IAPR TC-12.
-
-    Raises:
-        InputError: the file is unreadable.
-    """
+    """Read a text file in UTF-8 or in Windows-1252, the original encoding of IAPR TC-12."""
     # Accented Windows-1252 text is practically never valid UTF-8. Latin-1 covers the bytes that Windows-1252 lacks.
     for encoding in ("utf-8-sig", "cp1252"):
         try:

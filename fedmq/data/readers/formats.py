@@ -203,17 +203,11 @@ def _dense(matrix: Any) -> Array:
 
 
 class Described(TypedDict):
-    """What a Parquet or Arrow file says of itself.
+    """What a Parquet or Arrow file says of itself."""
 
-    Args:
-        columns: type of each column by name, as pyarrow writes it.
-        groups: number of rows of each row group.
-        huggingface: Hugging Face's metadata, in JSON; empty without.
-    """
-
-    columns: dict[str, str]
-    groups: list[int]
-    huggingface: str
+    columns: dict[str, str]  # type of each column by name, as pyarrow writes it
+    groups: list[int]  # number of rows of each row group
+    huggingface: str  # Hugging Face's metadata, in JSON; empty without
 
 
 def describe_table(path: str) -> Described:

@@ -49,20 +49,13 @@ _UNLISTED = "images that the list does not name"
 
 @dataclass
 class Line:
-    """The fields of a line, not yet validated.
+    """The fields of a line, not yet validated."""
 
-    Args:
-        place: file and number of the line, for error messages.
-        number: number of the line.
-        captions: captions in order.
-        labels: labels in order.
-        others: values of the other fields by name; the path of the image is ``image``.
-    """
-
-    place: str
-    number: int
-    captions: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    place: str  # file and number of the line, for error messages
+    number: int  # number of the line
+    captions: list[str] = field(default_factory=list)  # captions in order
+    labels: list[str] = field(default_factory=list)  # labels in order
+    # Values of the other fields by name; the path of the image is ``image``.
     others: dict[str, object] = field(default_factory=dict)
 
     def add(self, name: str, value: object, *, cell: bool) -> None:
@@ -156,24 +149,15 @@ READERS = {".csv": _in_table, ".tsv": _in_table, ".jsonl": _in_objects, ".ndjson
 
 @dataclass
 class Item:
-    """One item, of one or several lines.
+    """One item, of one or several lines."""
 
-    Args:
-        line: number of its first line.
-        file: its image, video or folder of frames; None if it has none.
-        split: name of its split; empty if it has none.
-        value: its value of the column by which the partition distributes items; empty without one.
-        captions: its distinct captions in order, as keys.
-        labels: its distinct labels in order, as keys.
-        folders: names of the folders in which it is, from the folder that is read; empty for the items of a list.
-    """
-
-    line: int
-    file: Path | None
-    split: str
-    value: str
-    captions: dict[str, None] = field(default_factory=dict)
-    labels: dict[str, None] = field(default_factory=dict)
+    line: int  # number of its first line
+    file: Path | None  # its image, video or folder of frames; None if it has none
+    split: str  # name of its split; empty if it has none
+    value: str  # its value of the column by which the partition distributes items; empty without one
+    captions: dict[str, None] = field(default_factory=dict)  # its distinct captions in order, as keys
+    labels: dict[str, None] = field(default_factory=dict)  # its distinct labels in order, as keys
+    # Names of the folders in which it is, from the folder that is read; empty for the items of a list.
     folders: tuple[str, ...] = ()
 
 
@@ -278,11 +262,7 @@ def _checked_column(data: Data) -> str | None:
 
 
 def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
-    """The set of a file's or folder's items.
-
-    Raises:
-        InputError: only some items have a split, or a split is unknown.
-    """
+    """The set of a file's or folder's items."""
     lines, files = [item.line for item in items.values()], [item.file for item in items.values()]
     held, splits = [file for file in files if file is not None], [item.split for item in items.values()]
     if any(splits) and not all(splits):

@@ -44,38 +44,23 @@ _SPLIT_SEED = 1
 
 @dataclass(frozen=True)
 class Item:
-    """One drawing.
+    """One drawing."""
 
-    Args:
-        key: stem of the OpenMoji file: upper-case hex code points joined by ``-``, e.g. ``"1F436"``.
-        captions: one to five distinct English captions; the first is the name.
-        category: the Unicode group, e.g. ``"animals-nature"`` (8 in all).
-        subcategory: the Unicode subgroup, e.g. ``"animal-mammal"``.
-        split: determined by a hash of ``key``, so that it does not change when items are added.
-    """
-
-    key: str
-    captions: tuple[str, ...]
-    category: str
-    subcategory: str
-    split: Split
+    key: str  # stem of the OpenMoji file: upper-case hex code points joined by ``-``, e.g. ``"1F436"``.
+    captions: tuple[str, ...]  # one to five distinct English captions; the first is the name
+    category: str  # the Unicode group, e.g. ``"animals-nature"`` (8 in all).
+    subcategory: str  # the Unicode subgroup, e.g. ``"animal-mammal"``.
+    split: Split  # determined by a hash of ``key``, so that it does not change when items are added
 
 
 @dataclass(frozen=True)
 class Words:
-    """One line of ``openmoji_words.tsv``.
+    """One line of ``openmoji_words.tsv``."""
 
-    Args:
-        key: as ``Item.key``.
-        category: the Unicode group.
-        subcategory: the Unicode subgroup.
-        keywords: CLDR keywords, in CLDR order.
-    """
-
-    key: str
-    category: str
-    subcategory: str
-    keywords: tuple[str, ...]
+    key: str  # as ``Item.key``
+    category: str  # the Unicode group
+    subcategory: str  # the Unicode subgroup
+    keywords: tuple[str, ...]  # CLDR keywords, in CLDR order
 
 
 def _package(name: str) -> Any:
@@ -214,15 +199,10 @@ def _versions() -> str:
 
 @dataclass(frozen=True)
 class Drawings(Images):
-    """Drawings that are rendered on demand.
+    """Drawings that are rendered on demand."""
 
-    Args:
-        keys: keys of the drawings.
-        edge: edge length of the rendered images [pixels].
-    """
-
-    keys: tuple[str, ...]
-    edge: int = 224
+    keys: tuple[str, ...]  # keys of the drawings
+    edge: int = 224  # edge length of the rendered images [pixels]
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -41,13 +41,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TableFile:
-    """A Parquet or Arrow file.
+    """A Parquet or Arrow file."""
 
-    Args:
-        path: path of the file.
-    """
-
-    path: Path
+    path: Path  # path of the file
 
     @cached_property
     def _about(self) -> formats.Described:
@@ -100,15 +96,10 @@ class TableFile:
 
 @dataclass(frozen=True, eq=False)
 class TableImages(Stack):
-    """Images in a column of tables.
-
-    Args:
-        files: the tables.
-        column: with the bytes of image files, or with structures that have them as ``bytes``.
-    """
+    """Images in a column of tables."""
 
     files: tuple[TableFile, ...]
-    column: str
+    column: str  # with the bytes of image files, or with structures that have them as ``bytes``
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property

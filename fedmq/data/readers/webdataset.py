@@ -31,19 +31,12 @@ _CAPTIONS = ("captions", "caption", "text")
 
 @dataclass(frozen=True)
 class Member:
-    """A file in an archive.
-
-    Args:
-        tar: the archive.
-        name: name of the file.
-        start: start of its content in the archive [bytes].
-        size: size of its content [bytes].
-    """
+    """A file in an archive."""
 
     tar: Path
-    name: str
-    start: int
-    size: int
+    name: str  # name of the file
+    start: int  # start of its content in the archive [bytes]
+    size: int  # size of its content [bytes]
 
     @property
     def place(self) -> str:
@@ -91,19 +84,12 @@ class Members(Stack):
 
 @dataclass
 class _Sample:
-    """The files of one item.
-
-    Args:
-        image: its image.
-        captions: captions in order, as keys.
-        labels: labels in order, as keys.
-        read: whether a file of it was read.
-    """
+    """The files of one item."""
 
     image: Member | None = None
-    captions: dict[str, None] = field(default_factory=dict)
-    labels: dict[str, None] = field(default_factory=dict)
-    read: bool = False
+    captions: dict[str, None] = field(default_factory=dict)  # captions in order, as keys
+    labels: dict[str, None] = field(default_factory=dict)  # labels in order, as keys
+    read: bool = False  # whether a file of it was read
 
 
 def read_webdataset(data: Data) -> RawSet:

@@ -48,21 +48,14 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 class ConnectionAdmission:
-    """Watches the connections of a listening socket; made before the socket is bound.
-
-    Args:
-        socket: the listening socket.
-        context: the socket's own context.
-        keys: keys of the peers to admit; None admits everyone.
-        max_message: bytes that a connection may bring without a whole message.
-    """
+    """Watches the connections of a listening socket; made before the socket is bound."""
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
-        context: zmq.Context[zmq.Socket[bytes]],
-        keys: ListenerKeys | None,
-        max_message: int,
+        socket: zmq.Socket[bytes],  # the listening socket
+        context: zmq.Context[zmq.Socket[bytes]],  # the socket's own context
+        keys: ListenerKeys | None,  # keys of the peers to admit; None admits everyone
+        max_message: int,  # bytes that a connection may bring without a whole message
     ) -> None:
         self.refused: deque[str] = deque(maxlen=_REMEMBERED)
         self._error: Exception | None = None

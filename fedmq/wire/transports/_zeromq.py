@@ -50,14 +50,10 @@ _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETA
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A ZeroMQ endpoint other than the URI itself.
+    """A ZeroMQ endpoint other than the URI itself."""
 
-    Args:
-        name: ZeroMQ's address.
-        context: shared with other sockets of this process; closing a socket leaves it open.
-    """
-
-    name: str
+    name: str  # ZeroMQ's address
+    # Shared with other sockets of this process; closing a socket leaves it open.
     context: zmq.Context[zmq.Socket[bytes]]
 
 
@@ -123,27 +119,19 @@ class ZeroMQListener(Listener):
 
 
 class ZeroMQConnection(Connection):
-    """A DEALER socket; made by :func:`dial`.
-
-    Args:
-        make: makes a socket, with or without IPv6, for a connection with these keys.
-        context: closed with the connection; None if other sockets share it.
-        uri: URI of the listener.
-        name: ZeroMQ's name of the listener.
-        ipv6: whether the listener has an IPv6 address.
-        watched: whether to count connections, for a transport whose connections can break.
-        keys: the keys with which the connection is admitted; None for a listener without keys.
-    """
+    """A DEALER socket; made by :func:`dial`."""
 
     def __init__(
         self,
+        # Makes a socket, with or without IPv6, for a connection with these keys.
         make: Callable[[bool, ConnectionKeys | None], zmq.Socket[bytes]],
-        context: zmq.Context[zmq.Socket[bytes]] | None,
-        uri: str,
-        name: str,
+        context: zmq.Context[zmq.Socket[bytes]] | None,  # closed with the connection; None if other sockets share it
+        uri: str,  # URI of the listener
+        name: str,  # ZeroMQ's name of the listener
         *,
-        ipv6: bool,
-        watched: bool,
+        ipv6: bool,  # whether the listener has an IPv6 address
+        watched: bool,  # whether to count connections, for a transport whose connections can break
+        # The keys with which the connection is admitted; None for a listener without keys.
         keys: ConnectionKeys | None = None,
     ) -> None:
         self.uri, self._name, self._make, self._ipv6, self._watched = uri, name, make, ipv6, watched

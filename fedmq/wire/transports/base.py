@@ -38,13 +38,9 @@ class ConnectionRefusal(Enum):
 
 
 class Listener(ABC):
-    """The end that many peers connect to.
+    """The end that many peers connect to."""
 
-    Attributes:
-        uri: URI to which peers connect, with the actual port.
-    """
-
-    uri: str
+    uri: str  # URI to which peers connect, with the actual port
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
@@ -89,13 +85,9 @@ class Listener(ABC):
 
 
 class Connection(ABC):
-    """The end that connects to a listener and reconnects automatically; the listener may be started later.
+    """The end that connects to a listener and reconnects automatically; the listener may be started later."""
 
-    Attributes:
-        uri: URI of the listener.
-    """
-
-    uri: str
+    uri: str  # URI of the listener
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
@@ -166,24 +158,18 @@ class Connection(ABC):
 
 @dataclass(frozen=True)
 class Transport:
-    """One URI scheme.
+    """One URI scheme."""
 
-    Args:
-        form: form of its URIs, for error messages, e.g. ``"tcp://HOST:PORT"``.
-        check: ``(uri, place, listening)``: raises an InputError that names ``place`` if the URI does not have this
-            form, or one cannot listen at it (``listening``) or connect to it.
-        listen: ``(uri, max_frame, queue)``: opens a listener; raises InputError if the address cannot be bound.
-        connect: ``(uri, max_frame, queue)``: opens a connection.
-        admits: whether ``listen`` and ``connect`` take keys as a fourth argument, to admit only peers with them.
-
-    ``max_frame`` is the largest frame accepted from a peer [bytes], ``queue`` the number of messages queued per peer
-    and direction. ``listen`` and ``connect`` receive only URIs that ``check`` has accepted.
-    """
-
-    form: str
+    form: str  # form of its URIs, for error messages, e.g. ``"tcp://HOST:PORT"``.
+    # ``(uri, place, listening)``: raises an InputError that names ``place`` if the URI does not have this form, or one
+    # cannot listen at it (``listening``) or connect to it.
     check: Callable[[str, str, bool], None]
+    # ``(uri, max_frame, queue)``: opens a listener; raises InputError if the address cannot be bound.
     listen: Callable[..., Listener]
-    connect: Callable[..., Connection]
+    connect: Callable[..., Connection]  # ``(uri, max_frame, queue)``: opens a connection
+    # Whether ``listen`` and ``connect`` take keys as a fourth argument, to admit only peers with them. ``max_frame`` is
+    # the largest frame accepted from a peer [bytes], ``queue`` the number of messages queued per peer and direction.
+    # ``listen`` and ``connect`` receive only URIs that ``check`` has accepted.
     admits: bool = False
 
 

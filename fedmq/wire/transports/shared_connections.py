@@ -62,11 +62,7 @@ class SharedListener(Listener):
 
 
 class SharedConnection:
-    """A connection with branches; made and used by one thread, except for the branches' ``wake``.
-
-    Args:
-        inner: the connection.
-    """
+    """A connection with branches; made and used by one thread, except for the branches' ``wake``."""
 
     def __init__(self, inner: Connection) -> None:
         self._inner = inner
@@ -107,16 +103,12 @@ class SharedConnection:
 
 
 class Branch(Connection):
-    """One peer's part of a shared connection.
-
-    Attributes:
-        arrived: received and not yet read messages.
-    """
+    """One peer's part of a shared connection."""
 
     def __init__(self, shared: SharedConnection, mark: bytes, inner: Connection) -> None:
         self.uri = SHARED + inner.uri
         self._shared, self._mark, self._inner = shared, mark, inner
-        self.arrived: deque[list[memoryview]] = deque()
+        self.arrived: deque[list[memoryview]] = deque()  # received and not yet read messages
 
     @override
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:

@@ -34,17 +34,11 @@ REMEMBERED = 256
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a listener decides about a connection.
+    """What a listener decides about a connection."""
 
-    Args:
-        status: the code that the peer gets, of the ZeroMQ Authentication Protocol (rfc.zeromq.org/spec/27).
-        key: the peer's public key, in hexadecimal; empty unless it is admitted.
-        why: why it is not admitted, for the listener's operator.
-    """
-
-    status: bytes
-    key: str = ""
-    why: str = ""
+    status: bytes  # the code that the peer gets, of the ZeroMQ Authentication Protocol (rfc.zeromq.org/spec/27)
+    key: str = ""  # the peer's public key, in hexadecimal; empty unless it is admitted
+    why: str = ""  # why it is not admitted, for the listener's operator
 
 
 #: Codes: admitted; refused; refused as the ticket is for a listener with another key.
@@ -62,17 +56,11 @@ class _Use:
 
 @dataclass(frozen=True)
 class ListenerKeys:
-    """What a listener needs to admit peers.
-
-    Args:
-        key: its public key.
-        accepted: accepted public keys by name; may change.
-        now: the time [s since 1970, UTC].
-    """
+    """What a listener needs to admit peers."""
 
     key: Ed25519PublicKey
-    accepted: Mapping[str, Ed25519PublicKey]
-    now: Callable[[], float] = time.time
+    accepted: Mapping[str, Ed25519PublicKey]  # accepted public keys by name; may change
+    now: Callable[[], float] = time.time  # the time [s since 1970, UTC]
 
     def accepts(self, public: bytes) -> bool:
         """Whether the 32 bytes of a public key are those of an accepted one."""
@@ -81,16 +69,10 @@ class ListenerKeys:
 
 @dataclass(frozen=True)
 class ConnectionKeys:
-    """What a connection needs to be admitted.
-
-    Args:
-        key: its private key.
-        listener: the listener's public key.
-        name: its name.
-    """
+    """What a connection needs to be admitted."""
 
     key: Ed25519PrivateKey
-    listener: Ed25519PublicKey
+    listener: Ed25519PublicKey  # the listener's public key
     name: str
 
     def ticket(self, now: float) -> bytes:

@@ -187,7 +187,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             case MessageRecord():
                 header = record.header
                 payloads = ",".join(kind for kind, _ in record.payloads)
-                row |= {"kind": str(header.kind), "peer": _peer(record), "bytes": record.bytes, "payloads": payloads}
+                peer = header.receiver if record.action == "sent" else header.sender
+                row |= {"kind": str(header.kind), "peer": peer, "bytes": record.bytes, "payloads": payloads}
                 row["base_version"] = header.base_version
             case HandshakeRecord():
                 row |= {"kind": str(record.kind), "peer": record.peer, "bytes": record.bytes}
@@ -203,10 +204,6 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             case NoteRecord():
                 row |= {"kind": "note", "text": str(record.event), "base_version": record.version}
         yield row
-
-
-def _peer(record: MessageRecord) -> str:
-    return record.header.receiver if record.action == "sent" else record.header.sender
 
 
 def write_report(folder: RunFolder, progress: Progress | None = None, *, damaged: bool = True) -> str | None:

@@ -41,7 +41,7 @@ def without_machine(plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
-    """The part of a scenario that identifies a run."""
+    """The part of a complete scenario, as plain data, that identifies a run."""
     facts = without_machine(plain)
     training = facts.get("training")
     if isinstance(training, Mapping):
@@ -95,7 +95,7 @@ class KeyDigests(Stored):
 
     @classmethod
     def of(cls, scenario: Mapping[str, object], salt: bytes) -> KeyDigests:
-        """The digests of a scenario."""
+        """The digests of a complete scenario without its machine-dependent keys; the salt has 16 random bytes."""
         digests = ((key, _digest(salt, key, value)) for key, value in _values(facts_of(scenario)))
         return cls(salt=salt.hex(), keys=dict(sorted(digests)[:_MOST_KEYS]))
 

@@ -390,22 +390,18 @@ class Scenario(Part):
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         self._check_data()
-        names = set(self.silo_names)
-        unknown = sorted(set(self.missing_modality.silos) - names)
-        if unknown:
-            raise ValueError(
-                f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
-            )
+        silos = {
+            "missing_modality.silos": self.missing_modality.silos,
+            "faults": named_silos(self.faults),
+            "cost.classes": [silo for machines in self.cost.classes.values() for silo in machines.silos],
+        }
+        for place, named in silos.items():
+            if unknown := sorted(set(named) - set(self.silo_names)):
+                known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
+                raise ValueError(f"{place} names {unknown[0]}, silos are {known}")
         if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
             hidden = f"found faults of kind {kinds[0]}, which recognise messages by their names"
             raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {hidden}")
-        aimed = sorted(named_silos(self.faults) - names)
-        if aimed:
-            raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")
-        strange = [silo for machines in self.cost.classes.values() for silo in machines.silos if silo not in names]
-        if strange:
-            known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
-            raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
         planned = self.training.schedule_rounds
         if planned is not None and planned > self.rounds:
             raise ValueError(f"training.schedule_rounds ({planned}) must be at most rounds ({self.rounds})")

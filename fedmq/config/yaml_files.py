@@ -187,7 +187,7 @@ def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> st
 def input_error(
     error: ValidationError, path: Path, raw: object, model: type[BaseModel], settings: Sequence[str] = ()
 ) -> InputError:
-    """The first error that pydantic found, as one line with file, line and key."""
+    """The first error that pydantic found in ``raw``, as one line with file, line and key, or the setting."""
     # A misspelt key causes two errors, unknown and missing: the unknown key helps more.
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN)
     located = [(_as_written(details, raw), details) for details in errors]

@@ -116,7 +116,10 @@ def add_record(facts: LogFacts, record: LogRecord) -> None:
             facts.bytes_at.setdefault(record.header.base_version, facts.bytes)
         case TimelineRecord():
             facts.end = max(facts.end, float(record.now))
-            _settle(facts, record)
+            task = facts.tasks.get((record.silo, record.sequence))
+            outcome = {TimelineEvent.ARRIVED: _MERGED, TimelineEvent.FAILED: _FAILED}.get(record.event)
+            if task is not None and outcome is not None:
+                task.end, task.outcome = float(record.now), outcome
         case NoteRecord(event=LogEvent() as kind):
             facts.resumed |= kind in (LogEvent.RESUMED, LogEvent.EXTENDED)
             _note(facts, record, kind)
@@ -134,16 +137,6 @@ def _count(facts: LogFacts, record: MessageRecord) -> None:
     elif header.kind is Kind.TASK:
         # A task that is sent again, to a silo that was lost, keeps its start and outcome.
         facts.tasks.setdefault((silo, header.sequence), TaskSpan(silo, header.sequence, header.sent_at))
-
-
-def _settle(facts: LogFacts, record: TimelineRecord) -> None:
-    task = facts.tasks.get((record.silo, record.sequence))
-    if task is None:
-        return
-    if record.event == TimelineEvent.ARRIVED:
-        task.end, task.outcome = float(record.now), _MERGED
-    elif record.event == TimelineEvent.FAILED:
-        task.end, task.outcome = float(record.now), _FAILED
 
 
 def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:

@@ -333,17 +333,19 @@ def _curve_of(runs: Sequence[_RunOfSeveral], metric: str) -> Figure:
     figure = Figure(_title(metric), "round", heading, note="On the whole held-out split of each run.")
     for place, run in enumerate(runs):
         lines = run.evaluations if metric in run.metrics else ()
-        known = {line.version: line.metrics[metric] for line in lines if metric in line.metrics}
-        figures.draw_noisy(figure, list(known), list(known.values()), run.name, COLOURS[place % len(COLOURS)])
+        _draw(figure, place, run, {line.version: line.metrics[metric] for line in lines if metric in line.metrics})
     return figure
 
 
 def _losses_of(runs: Sequence[_RunOfSeveral]) -> Figure:
     figure = Figure("Training loss", "round", "loss", note="Losses of different methods are not comparable.")
     for place, run in enumerate(runs):
-        known = {line.version: line.loss for line in run.merges if line.loss}
-        figures.draw_noisy(figure, list(known), list(known.values()), run.name, COLOURS[place % len(COLOURS)])
+        _draw(figure, place, run, {line.version: line.loss for line in run.merges if line.loss})
     return figure
+
+
+def _draw(figure: Figure, place: int, run: _RunOfSeveral, known: Mapping[int, float]) -> None:
+    figures.draw_noisy(figure, list(known), list(known.values()), run.name, COLOURS[place % len(COLOURS)])
 
 
 def _silos_of(runs: Sequence[_RunOfSeveral]) -> Figure:

@@ -308,7 +308,11 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
 
 
 def carry_out(options: Options) -> None:
-    """Plan and execute a comparison, write its tables and plots, and print the result."""
+    """Plan and execute a comparison, write its tables and plots, and print the result.
+
+    Raises:
+        InputError: an option is not allowed, or a folder cannot be written.
+    """
     plan = plan_of(options)
     from fedmq.experiments import runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415

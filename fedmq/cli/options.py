@@ -132,7 +132,11 @@ class Whereabouts:
 
     @classmethod
     def of(cls, run: ResolvedRun, site_file: Path | None, given: ProcessOptions) -> Whereabouts:
-        """Options of the command line, else the keys of the site file, else defaults."""
+        """Options of the command line, else the keys of the site file, else defaults.
+
+        Raises:
+            InputError: the site file is invalid or does not fit the scenario, or a name or the keys are missing.
+        """
         from fedmq.config.site import Site, read_site  # noqa: PLC0415 - --help does without
         from fedmq.storage.cache import use_cache  # noqa: PLC0415
         from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415

@@ -78,7 +78,11 @@ def warn(runs: Iterable[ResolvedRun]) -> None:
 
 
 def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:
-    """Make the checks of a program that starts, and warn of settings without effect."""
+    """Make the checks of a program that starts, and warn of settings without effect.
+
+    Raises:
+        FedmqError: the first problem.
+    """
     from fedmq.federation.preflight import Program  # noqa: PLC0415
     from fedmq.launch import preflight  # noqa: PLC0415
 

@@ -35,7 +35,12 @@ BY_POLICY = "policy"
 def stay(
     site: Site, given: ProcessOptions, accept: Collection[str], policy: Path | None, logs: LogOptions | None
 ) -> NoReturn:
-    """Take part in one run after the other until a signal ends the process."""
+    """Take part in one run after the other until a signal ends the process.
+
+    Raises:
+        InputError: a key cannot be read, or a value of ``accept`` is not allowed.
+        RunError: the silo cannot continue, e.g. as its disk is full.
+    """
     from fedmq.wire.channel import OtherRunError  # noqa: PLC0415 - imports torch
     from silos.program import run_silo  # noqa: PLC0415
 

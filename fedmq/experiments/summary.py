@@ -151,7 +151,11 @@ def rows(
     chosen: Mapping[str, tuple[str, ...] | None],
     finished: Mapping[str, Mapping[int, FinishedRun]],
 ) -> tuple[Row, ...]:
-    """Statistics of every row against its baseline."""
+    """Statistics of every row against its baseline.
+
+    Raises:
+        InputError: the baseline does not exist.
+    """
     results = dict(finished)
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}

@@ -167,7 +167,11 @@ def nominal_bytes(layout: Layout, options: UpdateCompression | ModelCompression)
 
 
 def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]]) -> None:
-    """Refuse clipping and compression with a method whose silos send no update."""
+    """Refuse clipping and compression with a method whose silos send no update.
+
+    Raises:
+        InputError: none of the kinds of payload that the silos upload is an update.
+    """
     if any(set(TRANSFORMED) & kinds for kinds in uploads):
         return
     no_update = f"silos of {scenario.protocol.label} send no update that could be"
@@ -178,7 +182,11 @@ def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]
 
 
 def check_downloads(scenario: Scenario, tasks: Sequence[Sequence[Payload]]) -> None:
-    """Refuse compression of models with a method whose tasks carry none."""
+    """Refuse compression of models with a method whose tasks carry none.
+
+    Raises:
+        InputError: no task has a model.
+    """
     if not any(isinstance(payload, Model) for payloads in tasks for payload in payloads):
         allowed = f"none: silos of {scenario.protocol.label} are sent no model"
         raise InputError("compression.model.kind", scenario.compression.model.kind, allowed)

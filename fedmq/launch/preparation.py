@@ -83,7 +83,11 @@ def population_process(run: ResolvedRun, line: Connection) -> None:
 
 
 def population_here(run: ResolvedRun, progress: Progress | None) -> Path:
-    """Prepare the run's data in this process, otherwise like :func:`prepare_population`."""
+    """Prepare the run's data in this process, otherwise like :func:`prepare_population`.
+
+    Raises:
+        InputError: the run's programs would refuse the data, or the scenario with these data.
+    """
     before = partial(refuse_before_extraction, run)
     population = build_population(run.scenario, progress, pooled=run.pooled, before=before)
     _can_start(run.scenario, population)

@@ -233,7 +233,12 @@ def speedscope(threads: Sequence[ThreadSpans], name: str) -> dict[str, object]:
 
 
 def write(folder: RunFolder) -> Profile:
-    """Write ``profile.speedscope.json`` and ``phases.csv`` next to the files of a run's processes."""
+    """Write ``profile.speedscope.json`` and ``phases.csv`` next to the files of a run's processes.
+
+    Raises:
+        InputError: a file cannot be written there.
+        DiskError: the disk is full or broken.
+    """
     threads = read(folder.profile)
     profile = Profile.of(threads)
     write_bytes(folder.speedscope, json.dumps(speedscope(threads, folder.root.name), separators=(",", ":")).encode())

@@ -61,7 +61,11 @@ class Runs:
 
 
 def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
-    """The runs in some folders, without duplicates; equal names are completed by the folder."""
+    """The runs in some folders, without duplicates; equal names are completed by the folder.
+
+    Raises:
+        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not there.
+    """
     runs: list[Runs] = []
     for path in dict.fromkeys(paths):
         is_run = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()

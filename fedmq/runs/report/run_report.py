@@ -71,7 +71,11 @@ def write(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Logg
 
 
 def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: LoggedFacts | None = None) -> str:
-    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs."""
+    """The report of the run's records and, where they exist, ``report_data.json`` and the message logs.
+
+    Raises:
+        InputError: the run is not finished, or its files are invalid.
+    """
     lines = read_metrics(folder)
     summary = with_own_figures(read_summary(folder))
     gallery = gallery_of(summary)
@@ -273,7 +277,11 @@ def write_side_by_side(folders: Sequence[RunFolder], path: Path) -> None:
 
 
 def side_by_side(folders: Sequence[RunFolder]) -> str:
-    """The page of several runs."""
+    """The page of several runs.
+
+    Raises:
+        InputError: a run is not finished, or its files are invalid.
+    """
     runs = [_read_one(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     columns = list(dict.fromkeys(name for run in runs for name in run.metrics))
     rows = [

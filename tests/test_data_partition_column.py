@@ -124,10 +124,10 @@ def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column
     made = scenario(tmp_path, data={"name": "manifest", "path": str(tmp_path / "list.csv")}, backbone={"name": "lite"})
     dealt: list[list[int]] = []
 
-    def check(_: Scenario, population: Population) -> None:
+    def can_start(_: Scenario, population: Population) -> None:
         dealt.extend(rows.tolist() for rows in population.train)
 
-    monkeypatch.setattr(preparation, "check", check)
+    monkeypatch.setattr(preparation, "_can_start", can_start)
     made_of = plan(made.dataset, made.backbone, tmp_path, made.seed, "cpu")
     preparation.refuse_before_extraction(run_of(made), made_of)
     assert dealt == [[5, 8, 11], [3, 6, 9], [4, 7, 10]]

@@ -248,18 +248,15 @@ class Mfcpl(FederatedProtocol):
         state, dim = self.fedavg.initial(theta), self.context.dim
         tensors = {**state.tensors, **class_prototypes.initial(len(self.context.silos), 2 * self.classes, dim)}
         if self.pseudo:
-            tensors |= {CENTRES: torch.zeros(self.classes, dim), SIZES: torch.zeros(self.classes, dtype=torch.int64)}
-            tensors |= self._no_centroids()
+            silos = len(self.context.silos)
+            tensors |= {
+                CENTRES: torch.zeros(self.classes, dim),
+                SIZES: torch.zeros(self.classes, dtype=torch.int64),
+                GIVEN: torch.zeros(silos, self.classes, dim),
+                GIVEN_SIZES: torch.zeros(silos, self.classes, dtype=torch.int64),
+                REPORTED: torch.zeros(silos, dtype=torch.bool),
+            }
         return State(theta, tensors)
-
-    def _no_centroids(self) -> dict[str, Tensor]:
-        """Empty table of the silos' centroids."""
-        silos = len(self.context.silos)
-        return {
-            GIVEN: torch.zeros(silos, self.classes, self.context.dim),
-            GIVEN_SIZES: torch.zeros(silos, self.classes, dtype=torch.int64),
-            REPORTED: torch.zeros(silos, dtype=torch.bool),
-        }
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """As FedAvg, with the class prototypes; without labels also the pseudo-classes' centroids."""

@@ -173,16 +173,6 @@ class Transport:
     admits: bool = False
 
 
-def check_received(frames: FramesT) -> FramesT:
-    """Check and return the frames of a peer's message, for transports that hold them all.
-
-    Raises:
-        RemoteWireError: reason ``malformed``: not two frames.
-    """
-    check_number(len(frames))
-    return frames
-
-
 def check_number(found: int) -> None:
     """Check the number of frames of a peer's message.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import tomllib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import scipy.io
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone, Data
@@ -51,6 +53,12 @@ def test_a_prepared_set_says_where_its_split_comes_from_and_what_was_ignored(tmp
     given = ["split: from the files: 7 train, 1 val, 1 test, 1 public", "ignored, other arrays (1): weather"]
     assert notes(saved(tmp_path, weather=np.zeros(10))) == given
     assert notes(saved(tmp_path, split=None)) == ["split: drawn, because the files say none: 8 train, 1 val, 1 test"]
+
+
+def test_the_version_of_safetensors_that_scrambles_fortran_order_is_excluded() -> None:
+    needed = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    (found,) = [Requirement(line) for line in needed if line.startswith("safetensors")]
+    assert not found.specifier.contains("0.8.0") and found.specifier.contains("0.7.0")
 
 
 def test_safetensors_files_are_read_with_split_numbers_and_label_names(tmp_path: Path) -> None:

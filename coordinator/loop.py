@@ -13,9 +13,9 @@ from typing import assert_never
 from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters, TaskErrors, nothing_merged
 from coordinator.evaluation import EvaluationRequests
-from coordinator.faults import FaultInjector, Inbox
+from coordinator.faults import FaultInjector
 from coordinator.liveness import Absences, ReconnectThrottle, await_silos
-from coordinator.peers import Peers, Ready, Unusable
+from coordinator.peers import Inbox, Peers, Ready, Unusable
 from coordinator.round_events import (
     Action,
     Discard,

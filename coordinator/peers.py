@@ -1,4 +1,4 @@
-"""The coordinator's peers as its loop sees them: the interface, and peers within this process.
+"""The coordinator's peers as its loop sees them: the interface, the inbox, and peers within this process.
 
 Peers with processes of their own are in :mod:`coordinator.sessions`.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from coordinator.faults import FaultInjector, Frames
+from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.profiling import party
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -234,3 +237,43 @@ class InProcessPeers(Peers):
         joined = name in self._joined
         self._joined.discard(name)
         return joined
+
+
+#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
+#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
+MESSAGES_AT_ONCE = 256
+
+
+class Inbox:
+    """The messages of a run's peers, after the fault injector has lost, delayed and damaged some."""
+
+    def __init__(self, roster: Peers, log: MessageLog, clock: Clock, fault_injector: FaultInjector) -> None:
+        self._roster, self._log, self._clock, self._fault_injector = roster, log, clock, fault_injector
+        self.caught_up = clock.stopwatch()
+
+    def receive(self, wait: float) -> Iterator[tuple[Message | Ready | Unusable | Failed, int | None]]:
+        """Read a limited number of messages; wait at most ``wait`` [s] for the first one.
+
+        Yields:
+            A message, a peer that is ready, an unusable message, or a task that fails because its reply is lost; with
+            the number of its log record, None if it has none. The next message is read after this one is handled.
+        """
+        for _ in range(MESSAGES_AT_ONCE):
+            began = self._clock.stopwatch()
+            received = self._roster.receive(wait)
+            if received is None:
+                now = self._clock.stopwatch()
+                if now - began < wait + BEAT_SECONDS:  # otherwise this process stood still: messages may be unread
+                    self.caught_up = now
+                return
+            wait = 0.0
+            arrived, lost = list[Frames]([(*received, None)]), list[Failed]()
+            if self._fault_injector.strikes_frames:
+                arrived, lost = self._fault_injector.incoming(*received)
+            for failed in lost:
+                yield failed, failed.cause
+            for frames in arrived:
+                before = self._log.records
+                taken = self._roster.take(*frames)
+                if taken is not None:  # messages within this process have no log record
+                    yield taken, self._log.records - 1 if self._log.records > before else None

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from coordinator import loop
-from coordinator.faults import Inbox
+from coordinator.peers import Inbox
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.wire import channel

@@ -159,7 +159,7 @@ def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     assert counted(again) == summary_of(whole)
 
     taken[0] = 0
-    monkeypatch.setattr("coordinator.faults.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
+    monkeypatch.setattr("coordinator.peers.MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
     notes = {each.event: each for each in records(tmp_path / "stopped") if isinstance(each, NoteRecord)}

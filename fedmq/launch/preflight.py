@@ -86,23 +86,28 @@ class Starting:
         return self.peer
 
 
+def checks_of(program: Program) -> list[Check[Starting]]:
+    """The checks that a program makes, in their order."""
+    return [check for check in CHECKS if program in check.programs]
+
+
 def refuse_start(program: Program, starting: Starting) -> None:
     """Make the checks of a program that starts.
 
     Raises:
         FedmqError: the first problem.
     """
-    refuse([check for check in CHECKS if program in check.programs], starting)
+    refuse(checks_of(program), starting)
 
 
 def preflight(program: Program, starting: Starting) -> Iterator[Result]:
     """Make all checks of a program, one after the other; no update is sent, and only the cache is written."""
     torch.set_num_threads(1)
-    yield from results([check for check in CHECKS if program in check.programs], starting)
+    yield from results(checks_of(program), starting)
 
 
 # --- this machine ---------------------------------------------------------------------------------------------------
-def _of_file(check: Check[Source]) -> Check[Starting]:
+def _of_scenario_file(check: Check[Source]) -> Check[Starting]:
     return Check(check.name, check.fix, lambda starting: check.test(starting.run.source))
 
 
@@ -380,7 +385,7 @@ _WITH_A_DEVICE = ~Program.COORDINATOR
 _TRACKED = Program.SCENARIO | Program.CHECK | Program.COORDINATOR
 #: All checks, and the programs that make them. Those of the scenario file were made when a program read the file.
 CHECKS: tuple[Check[Starting], ...] = (
-    *map(_of_file, SCENARIO),
+    *map(_of_scenario_file, SCENARIO),
     Check("name", _NAME_FIX, _name, programs=Program.SILO | Program.PREFLIGHT),
     Check("trackers", "install the package, or another track", _trackers, programs=_TRACKED),
     Check("versions", "", _versions),

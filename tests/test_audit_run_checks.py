@@ -17,12 +17,12 @@ from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from coordinator.rounds import Phase
-from fedmq.audit import run_checks
+from fedmq.audit import result_checks
 from fedmq.audit.findings import Cause
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
 from fedmq.cli.audit import print_audit
-from fedmq.storage.run_folder import RunFolder
+from fedmq.evaluation.recall import fairness_of, means
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
 from tests.adversary_forged_logs import edit, edit_metrics, forge, lines, refused_record, rewrite
@@ -245,8 +245,9 @@ def without_figures(summary: dict[str, Any]) -> None:
 def without_one_silo(summary: dict[str, Any]) -> None:
     for name in ("personal_whole_split", "personal_per_silo"):
         del summary[name]["silo-02"]
-    for name, value in run_checks.personal_means(summary["personal_whole_split"], summary["personal_per_silo"]).items():
-        summary[name] = value
+    whole, local = summary["personal_whole_split"], summary["personal_per_silo"]
+    summary["personal"] = means(whole)
+    summary |= {"personal_per_silo_mean": means(local), "personal_fairness": fairness_of(local)}
 
 
 def with_invented_figures(summary: dict[str, Any]) -> None:
@@ -274,14 +275,14 @@ def test_forged_personal_metrics_of_a_summary_are_found(personal_run: Path, tmp_
 
 
 def test_missing_personal_metrics_are_found_unless_the_measurement_itself_was_refused() -> None:
-    course = run_checks.LoggedRun(personal={("silo-00", 4): {"digest"}})
-    lines = [(4, dict[str, dict[str, float]]())]
-    course.take("coordinator", "line 1", refused_record("silo-00", Reason.GAP, frames=70))
-    assert [one.what for one in run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course)] == [
+    course = result_checks.LoggedRun()
+    course.measured["silo-00", 4].add("digest")
+    course.take("line 1", refused_record("silo-00", Reason.GAP, frames=70))
+    assert [one.what for one in result_checks._reported_not_recorded("metrics.jsonl", set(), course)] == [
         "no metrics of silo-00's personal model at version 4, though it answered"
     ]
-    course.take("coordinator", "line 2", refused_record("silo-00", Reason.UNEXPECTED, frames=0))
-    assert not list(run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course))
+    course.take("line 2", refused_record("silo-00", Reason.UNEXPECTED, frames=0))
+    assert not list(result_checks._reported_not_recorded("metrics.jsonl", set(), course))
 
 
 def test_forged_or_missing_lines_of_personal_metrics_are_found(personal_run: Path, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from fedmq.audit.events import SiteEvent, SiteEvents, Start, clock_differences, refused_starts
 from fedmq.audit.findings import Cause, Finding
-from fedmq.audit.result_checks import ResultChecks
-from fedmq.audit.run_checks import LoggedRun, RunFiles, check_run_folder, read_run_files
+from fedmq.audit.result_checks import LoggedRun
+from fedmq.audit.run_checks import RunFiles, changed_files, check_run_folder, compared_files, read_run_files
 from fedmq.audit.signatures import SignatureChecks, SignedLog, ends_to_change
 from fedmq.config.run_id import folder_of, name_of
-from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.regular_files import check_run_files
@@ -153,23 +152,13 @@ class _Logs:
     course: LoggedRun = field(default_factory=LoggedRun)  # facts to compare with the rest of the run folder
     # Signatures, and what processes declared at their starts.
     signed: SignatureChecks = field(default_factory=SignatureChecks)
-    results: ResultChecks = field(default_factory=ResultChecks)  # digests of the files of a finished run
     events: SiteEvents = field(default_factory=SiteEvents)  # what happened to each process
 
 
-def log_files(folder: Path, elsewhere: Sequence[Path] = ()) -> list[Path]:
-    """The logs of a run in its folder, and those of the same run that its sites keep elsewhere.
-
-    Args:
-        folder: the run folder.
-        elsewhere: the folder ``out`` of a site, one of its run, or one above them.
-
-    Raises:
-        InputError: there are none, or two logs of a process.
-    """
+def _log_files(folder: Path, files: RunFiles, elsewhere: Sequence[Path]) -> list[Path]:
+    """The logs of a run in its folder, and those of the same run that its sites keep elsewhere."""
     found = {path.stem: path for path in sorted((folder / "messages").glob("*.jsonl"))}
-    scenario = RunFolder(folder).scenario
-    run = name_of(read_yaml(scenario)) if elsewhere and scenario.is_file() else "*"
+    run = "*" if files.scenario is None else name_of(files.scenario)
     names = [run]
     if elsewhere and COORDINATOR in found:  # a standing silo has a folder for each coordinator's log
         names += [folder_of(run, record.hash) for _, record in islice(read_log(found[COORDINATOR]), 1) if record]
@@ -198,15 +187,16 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, else
         folder: the run folder.
         accepted: the processes' public keys (hex) by name, if the auditor has them; otherwise signatures are checked
             with the keys that the logs declare.
-        elsewhere: folders with the logs of sites, as for :func:`log_files`.
+        elsewhere: folders with logs of sites: the folder ``out`` of a site, one of its run, or one above them.
 
     Raises:
-        InputError: the folder holds no message logs, or a file in it is not a regular file.
+        InputError: the folder holds no message logs, or two of a process, or a file in it is not a regular file.
     """
     require_folder(folder)
     check_run_files(folder)
-    logs = log_files(folder, elsewhere)
-    files = read_run_files(RunFolder(folder))
+    root = RunFolder(folder)
+    files = read_run_files(root)
+    logs = _log_files(folder, files, elsewhere)
     result = Audit(finished=files.finished, written=tuple(path.stem for path in logs if is_locked(path)))
     facts, records = _Logs(), _all_records(logs, result)
     for process, content in records.items():
@@ -227,13 +217,13 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, else
     if not result.inline:
         result.findings += [Finding(Cause.SENDER, place, _NOT_INLINE) for _, place in facts.inline]
         _compare_ends(facts, records.keys(), result)
-    _compare_with_folder(folder, files, facts, accepted, aside, result)
+    _compare_with_folder(root, files, facts, accepted, aside, result)
     result.ends = ends_to_change(result.signatures, (record for _, record in facts.received.values()))
     result.keyless = () if accepted is None else tuple(sorted(result.signatures.keys() - accepted.keys()))
     result.events, result.clocks = facts.events.all, tuple(clock_differences(each for _, each in result.messages))
-    result.compared = facts.results.compared(RunFolder(folder))
+    result.compared = compared_files(root, facts.course)
     known = {finding.place for finding in result.findings}
-    result.findings += facts.results.differences(RunFolder(folder), known)
+    result.findings += changed_files(root, facts.course, known)
     if not result.inline:
         result.findings += _missing(facts, records.keys())
     return result
@@ -264,7 +254,7 @@ def _all_records(logs: Sequence[Path], result: Audit) -> dict[str, list[tuple[st
 
 
 def _compare_with_folder(
-    folder: Path,
+    folder: RunFolder,
     files: RunFiles,
     facts: _Logs,
     accepted: Mapping[str, Set[str]] | None,
@@ -275,13 +265,12 @@ def _compare_with_folder(
 
     Differences at a start that was refused before the process joined are reported as a note, not as a finding.
     """
-    findings = list(check_run_folder(RunFolder(folder), files, facts.course, facts.named, inline=result.inline))
+    findings = list(check_run_folder(folder, files, facts.course, facts.named, inline=result.inline))
     released = facts.course.released
     data = None if released is None else released[1].facts.get("data_digest")
     finished = files.finished or facts.course.ended is not None
     ended = ({COORDINATOR} | facts.course.stopped) - set(result.written) if finished else set[str]()
-    scenario = RunFolder(folder).scenario
-    findings += facts.signed.compare(scenario, data, accepted, ended=ended, inline=result.inline)
+    findings += facts.signed.compare(files, data, accepted, ended=ended, inline=result.inline)
     without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
     result.findings += [finding for finding in findings if finding.place not in without]
     refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in result.signatures else None
@@ -403,8 +392,8 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, facts: 
     """Add a record of a process's log to the collected facts."""
     for name in _others(record):
         facts.named.setdefault(name, place)
-    facts.course.take(process, place, record)
-    facts.results.take(process, place, record)
+    if process == COORDINATOR:
+        facts.course.take(place, record)
     facts.events.take(process, place, record)
     match record:
         case RefusedRecord():

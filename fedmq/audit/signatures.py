@@ -18,8 +18,8 @@ from cryptography.exceptions import InvalidSignature
 
 from fedmq.audit.events import Start
 from fedmq.audit.findings import Cause, Finding
+from fedmq.audit.run_checks import RunFiles
 from fedmq.config.run_id import digest_of
-from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.text import counted
 from fedmq.wire.key_requests import known_keys
@@ -196,7 +196,7 @@ class SignatureChecks:
 
     def compare(
         self,
-        scenario: Path,
+        files: RunFiles,
         released: object,
         accepted: Mapping[str, Set[str]] | None,
         *,
@@ -206,7 +206,7 @@ class SignatureChecks:
         """Compare all logs; call once after :meth:`settle`.
 
         Args:
-            scenario: the run folder's scenario; it may not exist.
+            files: the files of the run folder.
             released: data digest in the coordinator's note of what it released, if any.
             accepted: the processes' public keys (hex) by name, if the auditor knows them.
             ended: processes that must have signed the end of their logs.
@@ -230,7 +230,7 @@ class SignatureChecks:
                 )
             yield from self._end(process, log, required=process in ended)
         yield from self._keys()
-        yield from self._declarations(scenario, released)
+        yield from self._declarations(files, released)
 
     def _end(self, process: str, log: SignedLog, *, required: bool) -> Iterator[Finding]:
         """Find records after the signed end of a log, a log that lacks it, and another key after the run's last one."""
@@ -292,27 +292,21 @@ class SignatureChecks:
     def _starts(self, process: str) -> bool:
         return process in self.logs and bool(self.logs[process].starts)
 
-    def _declarations(self, scenario: Path, released: object) -> Iterator[Finding]:
+    def _declarations(self, files: RunFiles, released: object) -> Iterator[Finding]:
         """Compare what processes declared at their starts with each other and with the run folder."""
-        try:
-            plain = read_yaml(scenario) if scenario.exists() else None
-        except InputError:
-            plain = None  # another check reports it
-        expected: dict[str, object] = {}
-        source = "scenario.yaml"
-        if plain is not None:
-            protocol = plain.get("protocol")
-            expected["scenario"] = digest_of(plain)
-            expected["protocol"] = protocol.get("name") if isinstance(protocol, dict) else protocol
-            expected["privacy"] = plain.get("privacy")
-        partition = plain.get("partition") if plain is not None else None
+        expected, partition = dict[str, object](), None
+        if (plain := files.scenario) is not None:
+            expected = {"scenario": digest_of(plain), "protocol": files.protocol, "privacy": plain.get("privacy")}
+            partition = plain.get("partition")
         own_data = isinstance(partition, dict) and partition.get("kind") == _OWN_DATA
         data = None if own_data else released
         for log in self.logs.values():
             for place, start in log.starts:
                 for name, value in expected.items():
                     if getattr(start, name) != value:
-                        yield Finding(Cause.DECLARED, place, f"declares and signs another {name} than {source} has")
+                        yield Finding(
+                            Cause.DECLARED, place, f"declares and signs another {name} than scenario.yaml has"
+                        )
                 if not own_data:
                     data = start.data if data is None else data
                     if start.data != data:

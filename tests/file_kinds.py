@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 import protocols  # noqa: F401 - registers the objectives
-from fedmq.audit.heads import check_expected
+from fedmq.audit.heads import read_expected
 from fedmq.audit.policy import read_policy
 from fedmq.audit.signatures import KnownKeys
 from fedmq.cli.data import show_data
@@ -392,7 +392,7 @@ def _kinds() -> dict[str, Kind]:
         ),
         "keys": Kind(partial(files_of, _keys), _read_keys),
         "own Python file": Kind(_own_file, lambda folder: plug_ins.adopt(folder / "mine.py")),
-        "heads": Kind(_heads, lambda folder: check_expected(str(folder / "heads.json"))),
+        "heads": Kind(_heads, lambda folder: read_expected(str(folder / "heads.json"))),
         "model": Kind(partial(files_of, _model), _open_model),
         "signed model": Kind(partial(files_of, _model), verify_model),
         "gallery": Kind(partial(files_of, _gallery), _search),

@@ -166,8 +166,8 @@ def _audit(folder: Path) -> None:
     """``fedmq audit``, with its page and table."""
     found = audit_run(folder)
     json.dumps(found.to_plain())
-    report.page(folder, found, report.verdict(found, report.Evidence()))
-    report.table(folder, found)
+    report.page(found, report.verdict(found, report.Evidence()))
+    report.table(found)
 
 
 RESULT_KINDS: Mapping[str, Kind] = {

@@ -202,7 +202,7 @@ def test_the_content_of_a_log_is_escaped_in_the_report(run: Path) -> None:
 
     forge(run, "silo-00", hostile)
     audit = audit_run(run)
-    shown = page(run, audit, verdict(audit, Evidence()))
+    shown = page(audit, verdict(audit, Evidence()))
     assert "<script>" not in shown and "&lt;script&gt;" in shown
-    cells = [row["kind"] for row in csv.DictReader(io.StringIO(table(run, audit)))]
+    cells = [row["kind"] for row in csv.DictReader(io.StringIO(table(audit)))]
     assert "'=cmd<script>alert(1)</script>" in cells  # a spreadsheet does not take it for a formula

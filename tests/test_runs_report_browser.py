@@ -102,7 +102,7 @@ def test_audit_and_side_by_side_pages_fit_the_window_in_both_themes(
     browser: Any, report: Path, tmp_path: Path, width: int, scheme: str
 ) -> None:
     audit, run = audit_run(report.parent), RunFolder(report.parent)
-    write_audit(report.parent, audit, verdict(audit, Evidence()), tmp_path)
+    write_audit(audit, verdict(audit, Evidence()), tmp_path)
     other = RunFolder(Path(shutil.copytree(report.parent, tmp_path / "smoke-rcsr-seed1-5b3bea0f8032")))
     write_side_by_side([run, other], tmp_path / "both.html")
     for name in ("audit.html", "both.html"):

@@ -68,44 +68,39 @@ def write_heads(heads: Heads, path: Path) -> None:
     write_text(path, heads.text)
 
 
-def differences(expected: str, audit: Audit) -> Iterator[Finding]:
+def read_expected(expected: str) -> Heads | str:
+    """What ``--expect`` names: a heads file, or a digest as it is.
+
+    Raises:
+        InputError: it is neither, or the file cannot be read.
+    """
+    if _DIGEST.fullmatch(expected):
+        return expected
+    if not is_file(Path(expected)):
+        raise InputError("--expect", expected, _ALLOWED)
+    return read_json(Path(expected), Heads, _ALLOWED)
+
+
+def differences(noted: Heads | str, audit: Audit) -> Iterator[Finding]:
     """Compare logs with heads that were noted earlier. Records added since then do not count as a difference.
 
     Args:
-        expected: a heads file; the digest of such a file, which only the same logs without further records have; or the
-            head of one log, which programs print at their end.
+        noted: all heads; their digest, which only the same logs without further records have; or the head of one log,
+            which programs print at their end.
         audit: the audit of the logs.
-
-    Raises:
-        InputError: the file cannot be read.
     """
     present = heads_of(audit)
-    if _DIGEST.fullmatch(expected):
-        if present.digest != expected and not any(log.had(expected) for log in audit.signatures.values()):
+    if isinstance(noted, str):
+        if present.digest != noted and not any(log.had(noted) for log in audit.signatures.values()):
             yield _differs("--expect", f"no log has this head, and the digest of all heads is {present.digest}")
         return
-    noted = read_json(Path(expected), Heads, _ALLOWED)
     for process, head in sorted(noted.heads.items()):
         log = audit.signatures.get(process)
         if log is None:
-            yield _differs(f"{process}.jsonl", f"no such log, although {expected} has its head")
+            yield _differs(f"{process}.jsonl", "no such log, although its head was noted")
         elif log.records < head.records:
-            yield _differs(
-                f"{process}.jsonl", f"has {log.records} records, but had {head.records} according to {expected}"
-            )
+            yield _differs(f"{process}.jsonl", f"has {log.records} records, but had {head.records} when noted")
         elif not log.had(head.head, head.records):
-            yield _differs(f"{process}.jsonl", f"its first {head.records} records are not those of {expected}")
+            yield _differs(f"{process}.jsonl", f"its first {head.records} records are not the noted ones")
     for process in sorted(present.heads.keys() - noted.heads.keys()):
-        yield _differs(f"{process}.jsonl", f"a log of which {expected} has no head")
-
-
-def check_expected(expected: str) -> None:
-    """Refuse a value of ``--expect`` that is neither a digest nor a heads file, before anything is audited.
-
-    Raises:
-        InputError: see above.
-    """
-    if not _DIGEST.fullmatch(expected):
-        if not is_file(Path(expected)):
-            raise InputError("--expect", expected, _ALLOWED)
-        read_json(Path(expected), Heads, _ALLOWED)
+        yield _differs(f"{process}.jsonl", "a log of which no head was noted")

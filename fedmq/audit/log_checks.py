@@ -21,6 +21,7 @@ from fedmq.audit.run_checks import RunFiles, changed_files, check_run_folder, co
 from fedmq.audit.signatures import SignatureChecks, SignedLog, ends_to_change
 from fedmq.config.run_id import folder_of, name_of
 from fedmq.errors import InputError
+from fedmq.runs.run_records import RunSummary
 from fedmq.storage.locks import is_locked
 from fedmq.storage.regular_files import check_run_files
 from fedmq.storage.run_folder import RunFolder, require_folder
@@ -66,6 +67,7 @@ class Audit:
     # Every record of a sealed message with its file and line, as each end logged it.
     messages: list[tuple[str, MessageRecord]] = field(default_factory=list)
     finished: bool = False  # the run has a summary, so that its release and its final evaluation are checked, too
+    summary: RunSummary | None = None  # that summary, if it is valid
     # Processes that are writing their logs now; messages sent while the logs are read one by one may show as
     # discrepancies.
     written: tuple[str, ...] = ()
@@ -197,7 +199,8 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, else
     root = RunFolder(folder)
     files = read_run_files(root)
     logs = _log_files(folder, files, elsewhere)
-    result = Audit(finished=files.finished, written=tuple(path.stem for path in logs if is_locked(path)))
+    written = tuple(path.stem for path in logs if is_locked(path))
+    result = Audit(finished=files.finished, summary=files.summary, written=written)
     facts, records = _Logs(), _all_records(logs, result)
     for process, content in records.items():
         for place, record in content:

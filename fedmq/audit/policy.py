@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -39,7 +40,6 @@ from fedmq.wire.payloads import (
 )
 
 Way = Literal["up", "down"]
-_ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/howto/audit.md describes it"
 _SHOWN = 20  # findings printed; the JSON has all
 
 
@@ -122,10 +122,7 @@ def read_policy(path: Path) -> Policy:
     Raises:
         InputError: it cannot be read, a key or value is not allowed, or it limits nothing.
     """
-    try:
-        raw = read_yaml(path)
-    except InputError as error:
-        raise InputError(error.place, error.found, _ALLOWED) from None
+    raw = read_yaml(path)
     try:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
@@ -211,54 +208,33 @@ def check_policy(audit: Audit, policy: Policy, file: Path) -> PolicyResult:
     checked: set[Frame] = set()
     names = set(audit.records)
     for place, record in sorted(audit.messages, key=lambda message: message[1].action != "sent"):
-        names |= {record.header.sender, record.header.receiver}
-        key, kind = record.frame, record.header.kind
-        content = repr((kind, record.payloads, record.bytes))
+        header, key = record.header, record.frame
+        names |= {header.sender, header.receiver}
+        content = repr((header.kind, record.payloads, record.bytes))
         first, known = key not in seen, seen.setdefault(key, set())
         if content in known:
             continue
         known.add(content)
-        if policy.peers is not None:
-            checked.add(key)
-            breaches += _stranger(place, record, policy.peers)
-        for process, way in _ends(record):
+        ends: tuple[tuple[str, Way], ...] = ((header.sender, "up"), (header.receiver, "down"))
+        for process, way in ends:
+            breach = partial(Breach, place, process, way, header.kind)
+            if policy.peers is not None:
+                checked.add(key)
+                if process not in policy.peers:
+                    allowed = ", ".join(policy.peers) or "no process"
+                    breaches.append(breach(None, record.bytes, f"peers allows {allowed}"))
             rule, places = policy.rule(process, way)
-            if rule == Rule():
+            if process == COORDINATOR or rule == Rule():  # no rule applies to the coordinator
                 continue
             checked.add(key)
-            breaches += _broken(place, record, process, way, rule, places)
-            before = sums[process, way]
+            breaches += [breach(*limit[1:]) for limit in broken_limits(record.payloads, record.bytes, rule, places)]
+            before, most = sums[process, way], rule.bytes_in_all
             sums[process, way] += record.bytes if first and counts_in_all(record.payloads) else 0
-            most = rule.bytes_in_all
             if most is not None and before <= most < sums[process, way]:
                 text = f"{places['bytes_in_all']} allows {most:,}, which this message exceeds"
-                breaches.append(Breach(place, process, way, kind, None, sums[process, way], text))
+                breaches.append(breach(None, sums[process, way], text))
     unknown = tuple(sorted(set(policy.silos) - names))
     return PolicyResult(file, len(checked), len(seen) - len(checked), tuple(breaches), unknown)
-
-
-def _ends(record: MessageRecord) -> Iterator[tuple[str, Way]]:
-    """The silo or evaluator at each end of a message, and the direction; the coordinator has no rules."""
-    if record.header.sender != COORDINATOR:
-        yield record.header.sender, "up"
-    if record.header.receiver != COORDINATOR:
-        yield record.header.receiver, "down"
-
-
-def _stranger(place: str, record: MessageRecord, peers: list[str]) -> Iterator[Breach]:
-    ends: tuple[tuple[str, Way], ...] = ((record.header.sender, "up"), (record.header.receiver, "down"))
-    for process, way in ends:
-        if process not in peers:
-            text = f"peers allows {', '.join(peers) or 'no process'}"
-            yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
-
-
-def _broken(
-    place: str, record: MessageRecord, process: str, way: Way, rule: Rule, places: dict[str, str]
-) -> Iterator[Breach]:
-    """The breaches of one message against the rule of one of its ends."""
-    for _, kind, size, text in broken_limits(record.payloads, record.bytes, rule, places):
-        yield Breach(place, process, way, record.header.kind, kind, size, text)
 
 
 def counts_in_all(payloads: Sequence[tuple[str, int]]) -> bool:
@@ -360,19 +336,24 @@ class PolicyGuard:
 
     def broken(self, payloads: Sequence[Payload]) -> list[str]:
         """The limits that a message with these payloads would break, one line each; nothing is counted as sent."""
+        least = sum(map(tensor_bytes, payloads))  # the frames add some hundred bytes
+        return [line for _, _, line in self._broken(payloads, least, "a message")]
+
+    def _broken(
+        self, payloads: Sequence[Payload], size: int, message: str
+    ) -> Iterator[tuple[WithheldBy, str | None, str]]:
+        """The limits that a message breaks, the kind of payload (None for the message as a whole), and a line."""
         sizes = [(payload.KIND, tensor_bytes(payload)) for payload in payloads]
-        least = sum(size for _, size in sizes)  # the frames add some hundred bytes
-        lines = [
-            f"{payload or 'a message'} of {count:,} bytes: {text}"
-            for _, payload, count, text in broken_limits(sizes, least, self._rule, self._places)
-        ]
+        for limit, kind, count, text in broken_limits(sizes, size, self._rule, self._places):
+            yield limit, kind, f"{kind or message} of {count:,} bytes: {text}"
         for payload in payloads:
             if not _only_allowed_fields(payload, self._rule.fields or {}):
-                lines.append(f"{payload.KIND}: {self._places['fields']}.{payload.KIND} does not allow all its fields")
+                what = f"{self._places['fields']}.{payload.KIND} does not allow all its fields"
+                yield WithheldBy.FIELDS, payload.KIND, f"{payload.KIND}: {what}"
         most = self._rule.bytes_in_all
-        if most is not None and self._sent + least > most:
-            lines.append(f"a message of {least:,} bytes: {self._places['bytes_in_all']} allows {most:,}")
-        return lines
+        if most is not None and self._sent + size > most:
+            text = f"after {self._sent:,}: {self._places['bytes_in_all']} allows {most:,}"
+            yield WithheldBy.BYTES_IN_ALL, None, f"{message} of {size:,} bytes {text}"
 
     def __call__(self, message: Message, size: int) -> Refusal | None:
         """What forbids a message, which is counted as sent if nothing does.
@@ -381,23 +362,14 @@ class PolicyGuard:
             message: message to be sealed.
             size: total size of all its frames [bytes].
         """
-        payloads = [(payload.KIND, tensor_bytes(payload)) for payload in message.payloads]
-        if not counts_in_all(payloads):
+        if all(payload.KIND == Refusal.KIND for payload in message.payloads):
             return None
         kind = message.header.kind.value
         if message.header.kind is Kind.AGREEMENT:
             kind = Kind.STATEMENT.value  # a refusal has no word for the confirmation, which completes the statement
-        for limit, payload, count, text in broken_limits(payloads, size, self._rule, self._places):
-            self._report(f"withholds a {payload or kind} of {count:,} bytes: {text}")
+        for limit, payload, line in self._broken(message.payloads, size, kind):
+            self._report(f"withholds {line}")
             return Refusal(limit.value, payload or kind)
-        for content in message.payloads:
-            if not _only_allowed_fields(content, self._rule.fields or {}):
-                return Refusal(WithheldBy.FIELDS.value, content.KIND)
-        most = self._rule.bytes_in_all
-        if most is not None and self._sent + size > most:
-            already = f"{size:,} bytes after {self._sent:,}"
-            self._report(f"withholds a {kind} of {already}: {self._places['bytes_in_all']} allows {most:,}")
-            return Refusal(WithheldBy.BYTES_IN_ALL.value, kind)
         self._sent += size
         return None
 

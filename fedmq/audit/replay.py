@@ -8,7 +8,7 @@ depends on real time is not compared: tags, sessions, dates, and how often a mes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -107,23 +107,35 @@ def read_record(folder: RunFolder) -> Record:
     if not log.is_file():
         raise InputError(str(folder.root), f"no {log.name} in its messages", "a run folder with its coordinator's log")
     messages: dict[Key, list[str]] = {}
-    logs = sorted(log.parent.glob("*.jsonl"))
+    events: list[Mapping[str, Any]] = []
+    logs, resumed = sorted(log.parent.glob("*.jsonl")), 0
+    present = {path.stem for path in logs}
     for path in logs:
-        for key, content in _sent(path, {other.stem for other in logs}):
-            known = messages.setdefault(key, [])
-            if content not in known:
-                known.append(content)
+        for _, record in read_log(path):
+            match record:
+                case MessageRecord() if (sent := _sent(record, present)) is not None:
+                    known = messages.setdefault(sent[0], [])
+                    if sent[1] not in known:
+                        known.append(sent[1])
+                case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED) if path == log:
+                    events = [event for event in events if event["version"] < (record.version or 0)]
+                    resumed += record.event is LogEvent.RESUMED
+                case TimelineRecord() if path == log and record.event is not TimelineEvent.DEADLINE:
+                    # Deadlines that have an effect are compared through their merges.
+                    events.append({name: getattr(record, name) for name in _EVENT})
+                case _:
+                    pass
     return Record(
         digest=summary.model_digest,
         released_with=summary.released_with,
         files=_files(folder),
         figures=_figures(summary),
-        events=_events(log),
+        events=tuple(events),
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(isinstance(record, NoteRecord) and record.event is LogEvent.RESUMED for _, record in read_log(log)),
+        resumed=resumed,
         ends=earlier_ends(folder),
     )
 
@@ -159,41 +171,25 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     }
 
 
-def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
-    events: list[Mapping[str, Any]] = []
-    for _, record in read_log(path):
-        match record:
-            case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED):
-                events = [event for event in events if event["version"] < (record.version or 0)]
-            case TimelineRecord() if record.event is not TimelineEvent.DEADLINE:
-                # Deadlines that have an effect are compared through their merges.
-                events.append({name: getattr(record, name) for name in _EVENT})
-            case _:
-                pass
-    return tuple(events)
-
-
-def _sent(path: Path, logs: Set[str]) -> Iterator[tuple[Key, str]]:
-    """Keys and contents of the tasks and replies that a process sent, or received from a process whose log is missing.
+def _sent(record: MessageRecord, present: Set[str]) -> tuple[Key, str] | None:
+    """Key and content of a task or reply that its process sent, or received from one whose log is missing; else None.
 
     Args:
-        path: the process's log.
-        logs: names of the processes whose logs are present; those of sites may not have been collected.
+        record: a message in the process's log.
+        present: names of the processes whose logs are present; those of sites may not have been collected.
     """
-    for _, record in read_log(path):
-        if not isinstance(record, MessageRecord) or (record.action != "sent" and record.header.sender in logs):
-            continue
-        header = record.header
-        # Errors of the coordinator end sessions, e.g. as it was stopped; its agreements repeat what the sites stated.
-        if header.kind not in (*_KINDS, *_OF_DATA) or (header.sender == COORDINATOR and header.kind is not Kind.TASK):
-            continue
-        silo = header.receiver if header.kind is Kind.TASK else header.sender
-        held = {"payloads": record.payloads, "digests": record.digests}
-        content = json.dumps({**{name: getattr(header, name) for name in _CONTENT}, **held}, sort_keys=True)
-        if any(kind == Metrics.KIND for kind, _ in record.payloads):
-            yield (_MEASUREMENT, silo, header.base_version), content
-        else:
-            yield (header.kind, silo, header.sequence), content
+    header = record.header
+    if record.action != "sent" and header.sender in present:
+        return None
+    # Errors of the coordinator end sessions, e.g. as it was stopped; its agreements repeat what the sites stated.
+    if header.kind not in (*_KINDS, *_OF_DATA) or (header.sender == COORDINATOR and header.kind is not Kind.TASK):
+        return None
+    silo = header.receiver if header.kind is Kind.TASK else header.sender
+    held = {"payloads": record.payloads, "digests": record.digests}
+    content = json.dumps({**{name: getattr(header, name) for name in _CONTENT}, **held}, sort_keys=True)
+    if any(kind == Metrics.KIND for kind, _ in record.payloads):
+        return (_MEASUREMENT, silo, header.base_version), content
+    return (header.kind, silo, header.sequence), content
 
 
 def first_difference(was: Record, now: Record) -> Difference | None:

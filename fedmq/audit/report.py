@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +18,7 @@ from fedmq.audit.log_checks import Audit
 from fedmq.errors import InputError
 from fedmq.packages import __version__
 from fedmq.runs.report.html import TEMPLATES
-from fedmq.runs.results import read_summary
-from fedmq.runs.run_records import RunSummary
 from fedmq.runs.tables import csv_cell
-from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
 from fedmq.text import counted, enumerated, first_few, printable, tensor_text
@@ -53,9 +48,9 @@ class Flow:
     bytes: int  # total size of their tensors [bytes]
 
 
-def flows_of(audit: Audit, summary: RunSummary | None = None) -> Iterator[Flow]:
+def flows_of(audit: Audit) -> Iterator[Flow]:
     """What each process sent, according to the sender's log, or the receiver's if the sender's is missing."""
-    silos = {} if summary is None else summary.per_silo
+    silos = {} if audit.summary is None else audit.summary.per_silo
     found: dict[tuple[str, str, int], list[tuple[str, int]]] = {}
     for _, record in audit.messages:
         sender = record.header.sender
@@ -85,16 +80,13 @@ def _round(record: MessageRecord) -> int:
     return -1
 
 
-def _facts(folder: Path, audit: Audit) -> tuple[RunSummary | None, Mapping[str, str]]:
-    """The summary, if it can be read, and run, method, first and last date."""
-    path, summary = RunFolder(folder).summary, None
-    with suppress(InputError):  # a finding of the audit
-        summary = read_json(path, RunSummary, "a run's summary") if path.exists() else None
+def _facts(audit: Audit) -> Mapping[str, str]:
+    """Run, method, first and last date."""
     starts = [start for log in audit.signatures.values() for _, start in log.joined]
     runs = sorted({start.run for start in starts} | {record.header.run for _, record in audit.messages})
-    methods = sorted({start.protocol for start in starts}) or ([] if summary is None else [summary.protocol])
+    methods = sorted({start.protocol for start in starts}) or ([audit.summary.protocol] if audit.summary else [])
     times = [(log.first, log.last) for log in audit.signatures.values() if log.first]
-    return summary, {
+    return {
         "run": printable(", ".join(runs)),
         "method": printable(", ".join(methods)),
         "started": min((first for first, _ in times), default=""),
@@ -102,21 +94,20 @@ def _facts(folder: Path, audit: Audit) -> tuple[RunSummary | None, Mapping[str, 
     }
 
 
-def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
+def page(audit: Audit, verdict: Verdict) -> str:
     """The HTML page, on which everything from the run is escaped."""
-    summary, facts = _facts(folder, audit)
     logs = [
         (
             printable(process),
             f"{log.records:,}",
-            log.signatures,
+            len(log.valid),
             log.unsigned if log.starts else "all",
             " ".join(log.fingerprints) or "none",
             log.head,
         )
         for process, log in sorted(audit.signatures.items())
     ]
-    causes, flows = by_cause(audit.findings), list(flows_of(audit, summary))
+    causes, flows = by_cause(audit.findings), list(flows_of(audit))
     sites = [
         {
             "process": printable(process),
@@ -136,7 +127,7 @@ def page(folder: Path, audit: Audit, verdict: Verdict) -> str:
         Environment(autoescape=True, trim_blocks=True, loader=FileSystemLoader([Path(__file__).parent, TEMPLATES]))
         .get_template("audit.html.jinja")
         .render(
-            **facts,
+            **_facts(audit),
             verdict=verdict,
             outcome=outcome(audit),
             findings=findings,
@@ -175,22 +166,21 @@ def like_silos(audit: Audit) -> list[list[str]]:
     return list(groups.values())
 
 
-def table(folder: Path, audit: Audit) -> str:
+def table(audit: Audit) -> str:
     """The flows as CSV, with a row for each process, kind of payload and round."""
-    summary, facts = _facts(folder, audit)
+    facts = _facts(audit)
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
-    for flow in flows_of(audit, summary):
+    for flow in flows_of(audit):
         writer.writerow([csv_cell(str(value)) for value in (*facts.values(), *vars(flow).values())])
     return text.getvalue()
 
 
-def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tuple[Path, Path]:
+def write_report(audit: Audit, verdict: Verdict, to: Path) -> tuple[Path, Path]:
     """Write ``audit.html`` and ``audit.csv``.
 
     Args:
-        folder: the run folder.
         audit: the audit of the run.
         verdict: its last sentences.
         to: folder of the files; may be the run folder, which others may have made.
@@ -201,19 +191,12 @@ def write_report(folder: Path, audit: Audit, verdict: Verdict, to: Path) -> tupl
     """
     make_folder(to)
     paths = to / "audit.html", to / "audit.csv"
-    for path, text in zip(paths, (page(folder, audit, verdict), table(folder, audit)), strict=True):
-        with writing(path):
-            # A new file of an unpredictable name: a link that someone put there is replaced, not followed.
-            descriptor, name = tempfile.mkstemp(dir=to, prefix=f".{path.name}.")
-            temporary = Path(name)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-                    file.write(text)
-                temporary.chmod(0o644)
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink()
-                raise
+    for path, text in zip(paths, (page(audit, verdict), table(audit)), strict=True):
+        # From a folder of an unpredictable name: a link that someone put there is replaced, not followed.
+        with writing(path), tempfile.TemporaryDirectory(dir=to, prefix=f".{path.name}.") as private:
+            temporary = Path(private) / path.name
+            temporary.write_text(text, encoding="utf-8", newline="")
+            temporary.replace(path)
     return paths
 
 
@@ -272,20 +255,17 @@ def _agreement(audit: Audit) -> str:
     return "the log agrees" if one else f"the {len(audit.records)} logs agree with each other and"
 
 
-def _inside(audit: Audit) -> str:
-    """What holds of logs that nothing of the coordinator can be compared with."""
-    which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
-    return f"the hashes and signatures of the {which} are valid"
-
-
 def _of_missing_logs(audit: Audit) -> Verdict:
     """The sentences about an audit that found nothing but that logs are missing."""
     names = _listed(audit.absent)
     logs = "its log is" if len(audit.absent) == 1 else "their logs are"
-    alone = COORDINATOR in audit.absent
+    holds = f"{_agreement(audit)} with {_files(audit)}"
+    if COORDINATOR in audit.absent:  # nothing can be compared with its log
+        which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
+        holds = f"the hashes and signatures of the {which} are valid"
     files = _listed([f"messages/{name}.jsonl" for name in audit.absent])
     return Verdict(
-        f"What holds: {_inside(audit) if alone else f'{_agreement(audit)} with {_files(audit)}'}.",
+        f"What holds: {holds}.",
         f"Not proven: what {names} sent and received, as {logs} not in this folder.",
         incomplete=(
             f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked: copy "
@@ -321,7 +301,7 @@ def _listed(names: list[str]) -> str:
 def _files(audit: Audit) -> str:
     """The files of the run folder that were checked against the logs."""
     if audit.compared:
-        return f"{', '.join(audit.compared)}"
+        return ", ".join(audit.compared)
     return "the figures of the run folder that they record: model digest, metrics, traffic and merges"
 
 
@@ -340,20 +320,19 @@ def differing_page(folder: RunFolder, audit: Audit) -> str | None:
         What is not proven of it: that it shows the records, or why it cannot be drawn anew; None if it is the same, or
         if the run has none.
     """
-    if not (audit.finished and folder.report.is_file()):
+    if audit.summary is None or not folder.report.is_file():
         return None
     import protocols  # noqa: PLC0415 - loads torch, which an audit without a report does not need
     from fedmq.runs.report import run_report  # noqa: PLC0415
 
-    shows = "that report.html shows these records"
+    shows, method = "that report.html shows these records", audit.summary.method
+    if (version := audit.summary.versions_of.get("fedmq")) != __version__:
+        return f"{shows} (not compared, as it is drawn by fedmq {version})"
+    if method not in protocols.METHODS.names():
+        return f"{shows} (not compared, as it is of a user's own method)"
     try:
-        summary = read_summary(folder)
-        if (version := summary.versions_of.get("fedmq")) != __version__:
-            return f"{shows} (not compared, as it is drawn by fedmq {version})"
-        if summary.method not in protocols.METHODS.names():
-            return f"{shows} (not compared, as it is of a user's own method)"
         page = read_regular(folder.report, "the report of a run").decode("utf-8", "replace")
-        if page == run_report.page_of(folder, protocols.reported(summary.method)):
+        if page == run_report.page_of(folder, protocols.reported(method)):
             return None
     except InputError as error:
         return f"{shows} (not compared: {error})"

@@ -104,11 +104,6 @@ class SignedLog:
         return tuple(hashlib.sha256(bytes.fromhex(key)).hexdigest() for key in self.keys)
 
     @property
-    def signatures(self) -> int:
-        """Number of valid signatures."""
-        return len(self.valid)
-
-    @property
     def _last(self) -> tuple[int, SignedAt | None]:
         """Number of records up to and including the last valid signature with a key of the run, and its occasion."""
         valid = ((count, at) for count, key, at in reversed(self.valid) if key in self.trusted)

@@ -124,19 +124,18 @@ def _audit(run: Path, options: _Options) -> int:
 
     require_folder(run)
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415
-    from fedmq.audit.heads import check_expected, differences, heads_of, write_heads  # noqa: PLC0415
+    from fedmq.audit.heads import differences, heads_of, read_expected, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.report import Evidence, differing_page, verdict  # noqa: PLC0415
     from fedmq.audit.signatures import KnownKeys  # noqa: PLC0415
 
-    if options.expect is not None:
-        check_expected(options.expect)
+    noted = None if options.expect is None else read_expected(options.expect)
     policy_file, delta = options.policy_file, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
     audit = audit_run(run, None if known is None else known.all, options.logs)
     _require_known(options, audit, known)
-    audit.findings += [] if options.expect is None else differences(options.expect, audit)
+    audit.findings += [] if noted is None else differences(noted, audit)
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
@@ -150,8 +149,8 @@ def _audit(run: Path, options: _Options) -> int:
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(policy_result.findings if policy_result else ())]
     former = () if known is None else known.signed_with_former(audit.signatures)
-    page, expected = differing_page(RunFolder(run), audit), options.expect is not None
-    sentences = verdict(audit, Evidence(options.keys, expected, former, page, RunFolder(run).profile.exists()))
+    page, profiled = differing_page(RunFolder(run), audit), RunFolder(run).profile.exists()
+    sentences = verdict(audit, Evidence(options.keys, noted is not None, former, page, profiled))
     heads = heads_of(audit)
     if options.heads is not None:
         write_heads(heads, options.heads)
@@ -199,7 +198,7 @@ def _report(run: Path, options: _Options, audit: Audit, sentences: Verdict) -> P
     from fedmq.audit.report import write_report  # noqa: PLC0415 - --help does without
 
     try:
-        return write_report(run, audit, sentences, options.report or run)[0]
+        return write_report(audit, sentences, options.report or run)[0]
     except InputError as error:
         if options.report is not None:
             raise

@@ -18,7 +18,7 @@ from fedmq.storage.logs import Logger
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.handshake import Responded, confirm, reject, respond
 from fedmq.wire.keys import AcceptedKeys, Identity
-from fedmq.wire.limits import BoundedDict, PeerRateLimits, RateLimit
+from fedmq.wire.limits import BoundedDict, RateLimit, peer_rate_limits
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, Header, Kind, Reason
 from fedmq.wire.sessions import Session
@@ -60,7 +60,7 @@ class Handshakes:
         self._pending = BoundedDict[bytes, PendingHandshake](MAX_PENDING)
         self._answered = BoundedDict[bytes, None](MAX_PENDING)
         # By peer, not by connection or session, as a peer could open new ones.
-        self._hellos, self._copies = PeerRateLimits(HELLOS), PeerRateLimits(COPIES, 10.0)
+        self._hellos, self._copies = peer_rate_limits(HELLOS), peer_rate_limits(COPIES, 10.0)
         self._rejections = RateLimit(REJECTIONS, clock.stopwatch(), 10.0)
 
     def hello(self, address: bytes, header: Header, frames: Sequence[memoryview]) -> None:
@@ -89,7 +89,7 @@ class Handshakes:
         # A hello is not encrypted, so a relay may send copies of it. Each is answered, or a copy that arrives first
         # would lock the sender out; it is logged once, since only its sender can complete the handshake.
         repeated = digest in self._answered
-        (self._copies if repeated else self._hellos).take((responded.peer, responded.inquiry), self._clock.stopwatch())
+        (self._copies if repeated else self._hellos)[responded.peer, responded.inquiry].take(self._clock.stopwatch())
         if not (responded.inquiry or self._names is None or responded.peer in self._names):
             stranger = RemoteWireError(Reason.UNEXPECTED, f"{responded.peer} is not a silo of this scenario")
             self._reject(address, frames, stranger)
@@ -131,7 +131,7 @@ class Handshakes:
         Only hellos that were signed with the peer's key count, so no other sender can use up its limit.
         """
         limits, who = self._copies if copy else self._hellos, (claim.sender, claim.run == ANY_RUN)
-        if claim.sender in self._accepted and not limits.left(who, self._clock.stopwatch()):
+        if claim.sender in self._accepted and not limits[who].left(self._clock.stopwatch()):
             raise RemoteWireError(Reason.TOO_OFTEN, f"more than {HELLOS} handshakes at once, then one per second")
 
     def _reject(self, address: bytes, frames: Sequence[memoryview], error: RemoteWireError) -> None:

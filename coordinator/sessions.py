@@ -26,7 +26,7 @@ from fedmq.wire import key_agreement
 from fedmq.wire.channel import DISPLACED, EXPELLED, STOPPED
 from fedmq.wire.codec import decode_clear
 from fedmq.wire.keys import AcceptedKeys, Identity
-from fedmq.wire.limits import UNKNOWN, PeerRateLimits, RefusalLog, StaleSessions
+from fedmq.wire.limits import UNKNOWN, RateLimit, RefusalLog, StaleSessions, peer_rate_limits
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
@@ -85,7 +85,7 @@ class Roster(Peers):
         self._listener, self._identity, self._accepted, self.uri = listener, identity, accepted, listener.uri
         self._handshakes = Handshakes(listener, identity, accepted, run, log, clock, names, options)
         # By peer, not by connection or session, as a peer could open new ones.
-        self._rekeys, self._messages = PeerRateLimits(key_agreement.MOST_REKEYS_ANSWERED), PeerRateLimits(MESSAGES)
+        self._rekeys, self._messages = peer_rate_limits(key_agreement.MOST_REKEYS_ANSWERED), peer_rate_limits(MESSAGES)
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._refusals = RefusalLog(log, clock)
@@ -360,12 +360,12 @@ class Roster(Peers):
             opened = peer.session.open(frames, max_body=self._max_body, header=header)
         except RemoteWireError:
             if peer.session.authentic > proven:  # its refusal is logged, and a gap has requests sent again
-                self._allow(peer, self._messages, _ALLOWED)
+                self._allow(self._messages[peer.name], _ALLOWED)
             raise
         if opened.header.kind is Kind.REKEY:
             self._agree_on_keys(peer, opened, size)
             return None
-        self._allow(peer, self._messages, _ALLOWED)
+        self._allow(self._messages[peer.name], _ALLOWED)
         message = decode_opened(opened, max_body=self._max_body)
         if message.header.kind not in _BEFORE_JOINING and self._by_name.get(peer.name) is not peer:
             raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
@@ -380,16 +380,15 @@ class Roster(Peers):
             return self._stated(peer, message)
         return message
 
-    def _allow(self, peer: Peer, limits: PeerRateLimits, allowed: str) -> None:
-        """Count an authentic message; refuse it if the peer has sent more than allowed."""
-        if not limits.take(peer.name, self._clock.stopwatch()):
+    def _allow(self, limit: RateLimit, allowed: str) -> None:
+        """Count an authentic message; refuse it if its peer has sent more than allowed."""
+        if not limit.take(self._clock.stopwatch()):
             raise RemoteWireError(Reason.TOO_OFTEN, f"more than {allowed}")
 
     def _agree_on_keys(self, peer: Peer, asked: Opened, size: int) -> None:
         """Give a session the new keys that its peer asks for, unless it asks too often."""
         self._allow(
-            peer,
-            self._rekeys,
+            self._rekeys[peer.name],
             f"{key_agreement.MOST_REKEYS_ANSWERED} requests for new keys at once, then one per second",
         )
         header = self.header(peer.name, Kind.REKEYED)
@@ -420,7 +419,7 @@ class Roster(Peers):
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if message.header.kind in _REQUESTS:
-            self._messages.grant(peer.name, self._clock.stopwatch())
+            self._messages[peer.name].grant()
         if not self._listener.send(peer.address, sealed.frames):
             self._not_delivered(peer)
             return 0

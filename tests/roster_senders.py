@@ -224,7 +224,7 @@ class RosterSenders:
             assert len(held) <= handshakes.MAX_PENDING, f"{len(held)} {what} are kept"
         for each in (answering._hellos, answering._copies, self.roster._rekeys, self.roster._messages):
             most = 2 * len(self._accepted)  # handshakes and inquiries
-            assert len(each._of) <= most, f"{len(each._of)} rate limits for {most // 2} keys"
+            assert len(each) <= most, f"{len(each)} rate limits for {most // 2} keys"
 
     def check_log(self) -> None:
         """Compare the number of log records with the rate limits.

@@ -19,6 +19,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiate
 from fedmq.wire.key_agreement import begin_rekey, finish_rekey
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
+from fedmq.wire.limits import peer_rate_limits
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import SiloMetrics
@@ -225,7 +226,7 @@ def test_each_request_allows_an_answer(ends: Ends) -> None:
 
 
 def test_new_sessions_bring_no_new_requests_for_new_keys(ends: Ends) -> None:
-    ends.roster._rekeys._most = 4
+    ends.roster._rekeys = peer_rate_limits(4)
     identity, answered = load_identity(ends.keys, "silo-00"), 0
     for connection in ends.opened(6):
         session = ends.session("silo-00", connection)

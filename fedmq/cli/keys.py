@@ -107,7 +107,8 @@ def keys_accept(
 
     Example: [bold]fedmq keys accept keys silo-03.request[/bold]
     """
-    from fedmq.wire.key_requests import Acceptance, accept, acceptance_of, read_request  # noqa: PLC0415
+    from fedmq.wire.key_requests import Acceptance, acceptance_of, read_request  # noqa: PLC0415
+    from fedmq.wire.keys import accept_key  # noqa: PLC0415
 
     refused = False
     for path, request in [(path, read_request(path)) for path in requests]:
@@ -117,7 +118,7 @@ def keys_accept(
         if what is Acceptance.KNOWN:
             print_line("  is accepted already")
         elif yes or not sys.stdin.isatty() or typer.confirm("  Does the other end read out the same words?"):
-            accept(directory, request)
+            accept_key(directory, request.name, request.public_key)
             print_line("  accepted")
         else:
             print_line("  not accepted")

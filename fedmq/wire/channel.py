@@ -39,6 +39,12 @@ EXPELLED = "expelled"
 STOPPED = "stopped"
 #: Code of the error for a session that another process's session of the same name has replaced.
 DISPLACED = "displaced"
+#: Codes of the coordinator's errors that end the session: the event, and what the operator reads about it.
+_ENDS = {
+    EXPELLED: (LogEvent.EXPELLED, "has removed this key"),
+    STOPPED: (LogEvent.COORDINATOR_STOPPED, "was stopped; this process waits for it to be resumed"),
+    Reason.TOO_OFTEN.value: (LogEvent.RATE_LIMITED, ""),
+}
 #: Heartbeat intervals without a message after which a peer counts as lost.
 LOST_BEATS = 2
 #: The same for the coordinator, which answers only between merges; the connection reports the death of its process.
@@ -146,16 +152,7 @@ class Channel:
         self, kind: Kind, payloads: tuple[Payload, ...], *, sequence: int, reply_to: int | None, base_version: int
     ) -> None:
         """Queue a message; it is sent once there is a session."""
-        header = Header(
-            run=self._run,
-            kind=kind,
-            sender=self._identity.name,
-            receiver=COORDINATOR,
-            sequence=sequence,
-            reply_to=reply_to,
-            base_version=base_version,
-            sent_at=self._now(),
-        )
+        header = self._header(kind, sequence=sequence, reply_to=reply_to, base_version=base_version)
         self._outbox.put(Message(header, payloads))
         self._wake()
 
@@ -266,15 +263,9 @@ class Channel:
         if not connection.send(sealed.frames, timeout_s=STEP_SECONDS):
             self._end_session(LogEvent.QUEUE_FULL)
 
-    def _header(self, kind: Kind) -> Header:
-        return Header(
-            run=self._run,
-            kind=kind,
-            sender=self._identity.name,
-            receiver=COORDINATOR,
-            sequence=0,
-            sent_at=self._now(),
-        )
+    def _header(self, kind: Kind, **numbers: Any) -> Header:
+        name, now = self._identity.name, self._now()
+        return Header(run=self._run, kind=kind, sender=name, receiver=COORDINATOR, sent_at=now, **numbers)
 
     def _on_new_keys(self, session: Session, opened: Opened, size: int) -> None:
         """Use the keys that the coordinator agreed to."""
@@ -400,18 +391,13 @@ class Channel:
         self._received_at = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
         self._stopped = message.header.kind is Kind.STOP
-        if any(isinstance(each, Error) and each.code == EXPELLED for each in message.payloads):
-            self._report_once(f"the coordinator at {self._uri} has removed this key")
-            self._end_session(LogEvent.EXPELLED)
-            return True
-        if any(isinstance(each, Error) and each.code == STOPPED for each in message.payloads):
-            self._report_once(f"the coordinator at {self._uri} was stopped; this process waits for it to be resumed")
-            self._end_session(LogEvent.COORDINATOR_STOPPED)
-            return True
-        if any(isinstance(each, Error) and each.code == Reason.TOO_OFTEN for each in message.payloads):
-            self._end_session(LogEvent.RATE_LIMITED)
-            return True
-        if message.header.kind is not Kind.HEARTBEAT:
+        codes = [each.code for each in message.payloads if isinstance(each, Error)]
+        if codes and codes[0] in _ENDS:  # an error is the only payload of its message
+            event, what = _ENDS[codes[0]]
+            if what:
+                self._report_once(f"the coordinator at {self._uri} {what}")
+            self._end_session(event)
+        elif message.header.kind is not Kind.HEARTBEAT:
             self._deliver(message)
         return True
 

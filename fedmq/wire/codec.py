@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -41,22 +42,11 @@ MAX_HEADER = 1024
 MAX_BODY_HEADER = 2 << 20
 MAX_BODY = 1 << 30
 
-_HEADER_KEYS = (
-    "wire_version",
-    "run",
-    "kind",
-    "sender",
-    "receiver",
-    "sequence",
-    "reply_to",
-    "base_version",
-    "sent_at",
-    "session",
-    "counter",
-)
-_SHORT_KEYS = ("wire_version", "session", "counter")
+#: Keys of the maps, in the order of the wire.
+_HEADER_KEYS = tuple(each.name for each in fields(Header))
+_SHORT_KEYS = tuple(each.name for each in fields(ShortHeader))
+_TASK_KEYS = tuple(each.name for each in fields(TaskInfo))
 _BODY_KEYS = ("payloads", "task", "layout", "head")
-_TASK_KEYS = ("round", "rounds", "committed", "learning_rate")
 _LENGTH_BYTES = 4
 
 
@@ -414,9 +404,7 @@ def _as_decoded(spec: Field, value: Any) -> Any:
     match spec:
         case Real():
             return float(value)
-        case FloatMap():
-            return {each: float(number) for each, number in sorted(value.items())}
-        case NestedFloatMap():
-            return {each: {name: float(x) for name, x in inner.items()} for each, inner in sorted(value.items())}
+        case FloatMap() | NestedFloatMap():
+            return dict(sorted(_plain(spec, value).items()))
         case _:
             return value

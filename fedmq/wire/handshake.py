@@ -16,7 +16,7 @@ that the responder refuses is answered with a signed reject message instead of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from cryptography.exceptions import InvalidSignature
@@ -104,14 +104,7 @@ def initiate(
         The frames of hello, and the state that ``complete`` takes.
     """
     ephemeral = ephemeral or Ephemeral.generate()
-    header = Header(
-        run=run,
-        kind=Kind.HELLO,
-        sender=identity.name,
-        receiver=responder,
-        sequence=0,
-        sent_at=sent_at,
-    )
+    header = Header(run=run, kind=Kind.HELLO, sender=identity.name, receiver=responder, sent_at=sent_at)
     frames = _signed(identity, HELLO_LABEL, b"", header, ephemeral.offer())
     return frames, Initiated(identity, responder, run, ephemeral, frames, options)
 
@@ -146,15 +139,7 @@ def respond(
     fields = checked_fields(hello[1][SIGNATURE_BYTES:], HELLO_FIELDS)
     ephemeral = ephemeral or Ephemeral.generate()
     mlkem_secret, ciphertext, x25519_secret = agreed_secrets(ephemeral, fields["mlkem768"], fields["x25519"])
-    answer = Header(
-        run=run,
-        kind=Kind.WELCOME,
-        sender=identity.name,
-        receiver=header.sender,
-        sequence=0,
-        reply_to=header.sequence,
-        sent_at=sent_at,
-    )
+    answer = replace(header.answered(Kind.WELCOME, sent_at), run=run)  # the hello of an inquiry does not name it
     welcome = _signed(identity, WELCOME_LABEL, transcript_digest(*hello), answer, ephemeral.answer(ciphertext))
     transcript = transcript_digest(*hello, *welcome)
     session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
@@ -204,22 +189,8 @@ def reject(
     reason, detail = Reason(error.reason), error.detail
     if reason is not Reason.WIRE_VERSION and not _proves_key(accepted.get(header.sender), hello):
         reason, detail = Reason.UNKNOWN_SENDER, "this key is not accepted"
-    answer = Header(
-        run=header.run,
-        kind=Kind.REJECT,
-        sender=identity.name,
-        receiver=header.sender,
-        sequence=0,
-        reply_to=header.sequence,
-        sent_at=sent_at,
-    )
-    return _signed(
-        identity,
-        REJECT_LABEL,
-        transcript_digest(*hello),
-        answer,
-        {"reason": reason.value, "detail": detail[:MAX_DETAIL]},
-    )
+    fields = {"reason": reason.value, "detail": detail[:MAX_DETAIL]}
+    return _signed(identity, REJECT_LABEL, transcript_digest(*hello), header.answered(Kind.REJECT, sent_at), fields)
 
 
 def _proves_key(key: Ed25519PublicKey | None, hello: tuple[bytes, bytes]) -> bool:
@@ -288,15 +259,7 @@ def complete(
         receive_key=down,
         options=state.options,
     )
-    ready = Header(
-        run=header.run,
-        kind=Kind.INQUIRE if inquiry else Kind.READY,
-        sender=me.name,
-        receiver=header.sender,
-        sequence=0,
-        reply_to=header.sequence,
-        sent_at=sent_at,
-    )
+    ready = header.answered(Kind.INQUIRE if inquiry else Kind.READY, sent_at)
     return session.seal(ready, [me.key.sign(READY_LABEL + transcript)]).frames, session
 
 

@@ -16,7 +16,7 @@ from fedmq.packages import __version__
 from fedmq.storage.json_files import Stored
 from fedmq.wire.handshake import Accepted, HelloRefusedError, complete, initiate
 from fedmq.wire.keys import Identity, words
-from fedmq.wire.messages import ANY_RUN, COORDINATOR, WIRE_VERSION, Header, Kind, Message, Reason
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, WIRE_VERSION, Kind, Message, Reason
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
@@ -77,16 +77,8 @@ def ask_status(
         message, _ = open_message(session, _answer(connection, uri, identity, until))
         text = _status_in(message, uri)
         if (error := report(text)) is not None:
-            header = Header(
-                run=message.header.run,
-                kind=Kind.ERROR,
-                sender=identity.name,
-                receiver=COORDINATOR,
-                sequence=0,
-                reply_to=message.header.sequence,
-                sent_at=0.0,
-            )
-            connection.send(seal_message(session, Message(header, (error,))).frames)
+            answer = Message(message.header.answered(Kind.ERROR, 0.0), (error,))
+            connection.send(seal_message(session, answer).frames)
         return text
     except HelloRefusedError as refusal:
         if refusal.reason == Reason.UNKNOWN_SENDER:

@@ -22,7 +22,6 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.fields import NAME
 from fedmq.wire.keys import (
     Identity,
-    accept_key,
     is_encrypted,
     load_accepted,
     load_identity,
@@ -32,8 +31,6 @@ from fedmq.wire.keys import (
     words,
 )
 
-#: Maximum size of a request file [bytes].
-_MAX_BYTES = 4096
 _ALLOWED = "a request made by `fedmq keys new`"
 _Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
@@ -52,11 +49,6 @@ class KeyRequest(Stored):
     def public_key(self) -> Ed25519PublicKey:
         """The key to be accepted."""
         return public_key_of(bytes.fromhex(self.key))
-
-    @property
-    def statement(self) -> bytes:
-        """The bytes that are signed."""
-        return statement_of(self.name, self.key, self.replaces)
 
 
 def statement_of(name: str, key: str, replaces: str | None) -> bytes:
@@ -117,19 +109,14 @@ def read_request(path: Path) -> KeyRequest:
     Raises:
         InputError: the file is not a request, or a signature is wrong.
     """
-    try:
-        size = path.stat().st_size if path.is_file() else -1
-    except OSError as error:
-        raise InputError(str(path), error.strerror or str(error), _ALLOWED) from None
-    if not 0 <= size <= _MAX_BYTES:
-        raise InputError(str(path), "no such file" if size < 0 else f"{size} bytes", _ALLOWED)
     request = read_json(path, KeyRequest, _ALLOWED)
+    statement = statement_of(request.name, request.key, request.replaces)
     signed = [(request.key, request.signature)]
     if request.replaces is not None:
         signed.append((request.replaces, request.replaced_signature or "0" * 128))
     for key, signature in signed:
         try:
-            public_key_of(bytes.fromhex(key)).verify(bytes.fromhex(signature), request.statement)
+            public_key_of(bytes.fromhex(key)).verify(bytes.fromhex(signature), statement)
         except InvalidSignature:
             raise InputError(str(path), "a wrong signature", f"{_ALLOWED}, unchanged") from None
         except ValueError as error:
@@ -159,16 +146,6 @@ def acceptance_of(directory: Path, path: Path, request: KeyRequest) -> Acceptanc
     found = f"a key for {request.name}, for which another key is accepted ({words(present)})"
     allowed = f"a request signed by that key (`fedmq keys new {request.name} --replace`), or remove that key first"
     raise InputError(str(path), found, f"{allowed}: `fedmq keys remove {request.name} --keys {directory}`")
-
-
-def accept(directory: Path, request: KeyRequest) -> None:
-    """Accept the key of a verified request.
-
-    Raises:
-        InputError: another name has this key, or the folder cannot be written.
-        RunError: the disk is full or broken.
-    """
-    accept_key(directory, request.name, request.public_key)
 
 
 def known_keys(directory: Path) -> Mapping[str, Ed25519PublicKey]:

@@ -60,19 +60,17 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         RunError: the disk is full or broken.
     """
     requested = list(names)
+    if len(set(requested)) != len(requested):
+        raise InputError(str(directory), requested, "distinct names")
     for name in requested:
         _check_key_name(directory, name)
         for path in (directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"):
             if path.exists():
                 allowed = "a folder without keys; `fedmq keys new NAME` adds a single one"
                 raise InputError(str(path), "an existing key", allowed)
-    if len(set(requested)) != len(requested):
-        raise InputError(str(directory), requested, "distinct names")
     written: list[Path] = []
     try:
-        with writing(directory):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (directory / _ACCEPTED).mkdir(exist_ok=True, mode=0o755)
+        _make_folders(directory)
         for name in requested:
             key = Ed25519PrivateKey.generate()
             private, public = directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"
@@ -84,6 +82,12 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         for path in written:  # the next attempt would stop at an existing key
             path.unlink(missing_ok=True)
         raise
+
+
+def _make_folders(directory: Path) -> None:
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (directory / _ACCEPTED).mkdir(exist_ok=True, mode=0o755)
 
 
 def private_names(directory: Path) -> list[str]:
@@ -113,15 +117,15 @@ def load_identity(directory: Path, name: str) -> Identity:
         held = ", ".join(private_names(directory))
         found = f"no such file; this folder has the private key of {held}" if held else "no such file"
         raise InputError(str(path), found, f"a private key: `fedmq keys new {name}{where}` makes it")
-    try:
-        with open_regular(path, "a readable key file", _LARGEST_KEY) as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777
-            raw = file.read(_LARGEST_KEY)
-    except OSError as error:
-        raise InputError(str(path), error.strerror, "a readable key file") from error
-    if mode & 0o077:
-        raise InputError(str(path), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {path}`")
-    return identity_of(name, raw, path)
+    return identity_of(name, _read_private(path, "a readable key file", _LARGEST_KEY), path)
+
+
+def _read_private(path: Path, allowed: str, most: int | None = None) -> bytes:
+    """The first bytes of a file that only its owner can read."""
+    with open_regular(path, allowed, most) as file:
+        if (mode := os.fstat(file.fileno()).st_mode & 0o777) & 0o077:
+            raise InputError(str(path), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {path}`")
+        return file.read(_LARGEST_KEY)
 
 
 def identity_of(name: str, raw: bytes, path: Path) -> Identity:
@@ -135,13 +139,12 @@ def identity_of(name: str, raw: bytes, path: Path) -> Identity:
     Raises:
         InputError: it is another content, or encrypted with another passphrase.
     """
+    encrypted = _ENCRYPTED in raw
     try:
-        key = serialization.load_pem_private_key(raw, password=_passphrase(path) if _ENCRYPTED in raw else None)
-    except ValueError as error:
-        if _ENCRYPTED not in raw:
-            raise InputError(str(path), "a file that is not a private key", "an Ed25519 key in PKCS8 PEM") from error
-        raise InputError(str(path), "another passphrase", "the passphrase of this key") from None
-    except (TypeError, UnsupportedAlgorithm) as error:
+        key = serialization.load_pem_private_key(raw, password=_passphrase(path) if encrypted else None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        if encrypted:
+            raise InputError(str(path), "another passphrase", "the passphrase of this key") from None
         raise InputError(str(path), "a file that is not a private key", "an Ed25519 key in PKCS8 PEM") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError(str(path), type(key).__name__, "an Ed25519 key in PKCS8 PEM")
@@ -297,30 +300,23 @@ def accept_key(directory: Path, name: str, key: Ed25519PublicKey) -> None:
         RunError: the disk is full or broken.
     """
     _check_key_name(directory, name)
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (directory / _ACCEPTED).mkdir(exist_ok=True, mode=0o755)
+    _make_folders(directory)
     accepted = load_accepted(directory)
     for other, present in accepted.items():
         if other != name and present.public_bytes_raw() == key.public_bytes_raw():
             raise InputError(str(directory), f"the key of {other} for {name}", "a different key for each name")
     if name in accepted:
-        _archive(directory, name, accepted[name], move=False)
+        _archive(directory, name, accepted[name])
     # Atomically, since a running process may be watching the folder.
     write_atomically(directory / _ACCEPTED / f"{name}.pub", lambda path: _write(path, public_pem(key), 0o644))
 
 
-def _archive(directory: Path, name: str, key: Ed25519PublicKey, *, move: bool) -> None:
-    """Keep a public key in ``revoked/``; with the fingerprint in the file name, a name can have several there."""
+def _archive(directory: Path, name: str, key: Ed25519PublicKey) -> None:
+    """Copy a public key to ``revoked/``; with the fingerprint in the file name, a name can have several there."""
     kept = directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub"
-    try:
-        (directory / _REVOKED).mkdir(exist_ok=True)
-        if move:
-            (directory / _ACCEPTED / f"{name}.pub").replace(kept)
-        else:
-            kept.write_bytes(public_pem(key))
-    except OSError as error:
-        raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
+    with writing(kept):
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_bytes(public_pem(key))
 
 
 def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, replace: bool = False) -> Identity:
@@ -359,7 +355,9 @@ def revoke(directory: Path, name: str) -> None:
     path = directory / _ACCEPTED / f"{name}.pub"
     if not path.is_file():
         raise InputError(str(path), "no such key", "the name of an accepted key")
-    _archive(directory, name, load_accepted(directory)[name], move=True)
+    _archive(directory, name, load_accepted(directory)[name])
+    with writing(path):
+        path.unlink()
 
 
 def former_keys(directory: Path) -> dict[str, list[Ed25519PublicKey]]:
@@ -421,16 +419,7 @@ def passphrase_in(file: Path) -> bytes:
     Raises:
         InputError: the file cannot be read, or others can, or it has no or a longer line.
     """
-    try:
-        if not file.is_file():  # a FIFO could block for ever
-            raise InputError(str(file), "no regular file", "a file with the passphrase in its first line")
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode & 0o777
-            raw = opened.read(_LONGEST_PASSPHRASE + 2)
-    except OSError as error:
-        raise InputError(str(file), error.strerror, "a readable file with the passphrase") from error
-    if mode & 0o077:
-        raise InputError(str(file), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {file}`")
+    raw = _read_private(file, "a readable file with the passphrase in its first line")
     return checked_passphrase(str(file), raw.partition(b"\n")[0].removesuffix(b"\r"))
 
 

@@ -7,7 +7,7 @@ messages of sessions with the earlier process are counted separately. ``coordina
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,7 +27,7 @@ class RateLimit:
     """A rate limit as a token bucket."""
 
     most: int  # maximum number in a burst
-    at: float  # stopwatch time of the last change [s]
+    at: float = 0.0  # stopwatch time of the last change [s]
     per_second: float = 1.0  # how many more are allowed per second
 
     def __post_init__(self) -> None:
@@ -50,34 +50,9 @@ class RateLimit:
         self._left += 1
 
 
-class PeerRateLimits:
-    """The same rate limit for each peer, by the name of its accepted key.
-
-    Args:
-        most: maximum number in a burst, for each peer.
-        per_second: how many more each peer is allowed per second.
-    """
-
-    def __init__(self, most: int, per_second: float = 1.0) -> None:
-        self._most, self._per_second = most, per_second
-        self._of: dict[Hashable, RateLimit] = {}
-
-    def left(self, who: Hashable, now: float) -> bool:
-        """Whether a peer is allowed one at a stopwatch time [s]."""
-        return self._limit(who, now).left(now)
-
-    def take(self, who: Hashable, now: float) -> bool:
-        """Count one of a peer at a stopwatch time [s]; returns whether it is allowed."""
-        return self._limit(who, now).take(now)
-
-    def grant(self, who: Hashable, now: float) -> None:
-        """Allow a peer one more, even beyond ``most``."""
-        self._limit(who, now).grant()
-
-    def _limit(self, who: Hashable, now: float) -> RateLimit:
-        if who not in self._of:
-            self._of[who] = RateLimit(self._most, now, self._per_second)
-        return self._of[who]
+def peer_rate_limits(most: int, per_second: float = 1.0) -> defaultdict[Hashable, RateLimit]:
+    """The same rate limit for each peer, by the name of its accepted key; arguments as for :class:`RateLimit`."""
+    return defaultdict(lambda: RateLimit(most, per_second=per_second))
 
 
 class BoundedDict(dict[K, V]):

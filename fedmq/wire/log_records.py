@@ -191,20 +191,11 @@ def signed_statement(run: str, record: Mapping[str, object]) -> bytes:
     )
 
 
-_HANDSHAKE = (Kind.HELLO, Kind.WELCOME, Kind.READY)
-
-
-def _of_handshake(kind: Kind) -> Kind:
-    if kind not in _HANDSHAKE:
-        raise ValueError(f"one of {', '.join(_HANDSHAKE)}")
-    return kind
-
-
 class HandshakeRecord(_Record):
     """A handshake message."""
 
     action: _Direction
-    kind: Annotated[Kind, Field(strict=False), AfterValidator(_of_handshake)]  # hello, welcome or ready
+    kind: Literal[Kind.HELLO, Kind.WELCOME, Kind.READY]
     peer: str  # the process at the other end
     bytes: _Size  # total size of all its frames [bytes]
 
@@ -264,6 +255,18 @@ def sealed(record: type[_Any], /, **values: object) -> _Any:
     return unhashed.model_copy(update={"hash": unhashed.hash_after(unhashed.previous)})
 
 
+#: Types by action; a record of a message that has a counter is a :class:`MessageRecord`.
+_TYPES: Mapping[str, type[LogRecord]] = {
+    "sent": HandshakeRecord,
+    "received": HandshakeRecord,
+    "refused": RefusedRecord,
+    "start": StartRecord,
+    "signed": SignatureRecord,
+    "timeline": TimelineRecord,
+    "note": NoteRecord,
+}
+
+
 def record_of(line: bytes) -> LogRecord | None:
     """Parse a line of a log; None if it is not a record.
 
@@ -271,43 +274,26 @@ def record_of(line: bytes) -> LogRecord | None:
     a record: a line with a duplicate key or other spacing does not.
     """
     try:
-        record = _parsed(json.loads(line))
-    except (ValueError, FieldError, RecursionError):
+        value = json.loads(line)
+        kind = _TYPES[value["action"]]
+        if kind is HandshakeRecord and "counter" in value:
+            kind, value = MessageRecord, _with_header_object(value)
+        record = kind.model_validate(value)
+    except (KeyError, TypeError, ValueError, FieldError, RecursionError):
         return None
-    return record if record is not None and record.line == line else None
-
-
-def _parsed(value: Any) -> LogRecord | None:
-    """Parsed JSON as a record.
-
-    Raises:
-        ValueError: a field is missing or invalid.
-        FieldError: a field of a message's header is invalid.
-    """
-    match value:
-        case {"action": "sent" | "received", "counter": _}:
-            return MessageRecord.model_validate(_with_header_object(value))
-        case {"action": "sent" | "received"}:
-            return HandshakeRecord.model_validate(value)
-        case {"action": "refused"}:
-            return RefusedRecord.model_validate(value)
-        case {"action": "start"}:
-            return StartRecord.model_validate(value)
-        case {"action": "signed"}:
-            return SignatureRecord.model_validate(value)
-        case {"action": "timeline"}:
-            return TimelineRecord.model_validate(value)
-        case {"action": "note"}:
-            return NoteRecord.model_validate(value)
-    return None
+    return record if record.line == line else None
 
 
 def _with_header_object(value: Mapping[str, Any]) -> dict[str, object]:
-    """The fields of a message's record, with those of its header replaced by a Header."""
-    if missing := [name for name in HEADER if name not in value]:
-        raise ValueError(f"no {missing[0]}")
+    """The fields of a message's record, with those of its header replaced by a Header.
+
+    Raises:
+        KeyError: a field is missing.
+        TypeError, ValueError: a field is invalid.
+        FieldError: likewise.
+    """
     kind, session = Kind(value["kind"]), str(value["session"])
-    if kind in _HANDSHAKE or len(session) != 2 * SESSION_BYTES:
+    if kind in (Kind.HELLO, Kind.WELCOME, Kind.READY) or len(session) != 2 * SESSION_BYTES:
         raise ValueError("not a message of a session")
     values = {**{name: value[name] for name in HEADER}, "kind": kind, "session": bytes.fromhex(session)}
     return {"header": Header(**values), **{name: each for name, each in value.items() if name not in HEADER}}

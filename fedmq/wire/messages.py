@@ -91,17 +91,18 @@ class Header:
         FieldError: a field is of the wrong type or out of bounds.
     """
 
+    wire_version: int = WIRE_VERSION  # version of the wire format
     run: str
     kind: Kind  # kind of message
     sender: str  # name of the sending process: ``coordinator``, ``evaluator``, ``silo-00``,
     receiver: str  # name of the receiving process
-    sequence: int  # for a task its number, unique per silo and increasing; for other kinds, chosen by the sender
-    sent_at: float  # the run's time [s]
+    # For a task its number, unique per silo and increasing; for other kinds, chosen by the sender.
+    sequence: int = 0
     reply_to: int | None = None  # sequence of the message that this one answers; required in a reply
     base_version: int = 0  # version (number of merges) of the model that the message is based on
+    sent_at: float  # the run's time [s]
     session: bytes = b""  # 16 bytes from the handshake; empty in hello and welcome. Set when the message is sealed.
     counter: int = 0  # counter of the AEAD, per direction. Set when the message is sealed.
-    wire_version: int = WIRE_VERSION  # version of the wire format
 
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:
@@ -120,6 +121,17 @@ class Header:
             raise FieldError(f"session: not 0 or {SESSION_BYTES} bytes")
         check_whole("counter", self.counter, 0, U64)
         check_whole("wire_version", self.wire_version, 1, 0xFFFF)
+
+    def answered(self, kind: Kind, sent_at: float) -> Header:
+        """The header of an answer of this kind to this message, at a time of the run [s]."""
+        return Header(
+            run=self.run,
+            kind=kind,
+            sender=self.receiver,
+            receiver=self.sender,
+            reply_to=self.sequence,
+            sent_at=sent_at,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

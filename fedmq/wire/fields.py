@@ -79,34 +79,6 @@ def check_name(place: str, value: object, pattern: re.Pattern[str] = NAME) -> No
         raise FieldError(f"{place}: {shown(value)} is not a name of the form {pattern.pattern}")
 
 
-def check_whole(place: str, value: object, low: int, high: int) -> None:
-    """Check an integer in ``[low, high]``; booleans and NumPy integers are not integers here.
-
-    Raises:
-        FieldError: wrong type, or out of bounds.
-    """
-    if type(value) is not int or not low <= value <= high:
-        raise FieldError(f"{place}: {shown(value)} is not an integer in [{low}, {high}]")
-
-
-def check_real(place: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
-    """Check a finite number in ``[low, high]``.
-
-    Raises:
-        FieldError: wrong type, out of bounds, or not finite (reason ``not_finite``).
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FieldError(f"{place}: {shown(value)} is not a number")
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:
-        finite = False
-    if not finite:
-        raise FieldError(f"{place}: {shown(value)} is not finite", "not_finite")
-    if not low <= value <= high:
-        raise FieldError(f"{place}: {shown(value)} is not in [{low}, {high}]")
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A C-contiguous array; floats must be finite."""
@@ -152,9 +124,10 @@ class Whole:
     low: int
     high: int
 
-    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
-        """Check type and bounds."""
-        check_whole(place, value, self.low, self.high)
+    def check(self, place: str, value: object, _dims: dict[str, int] | None = None) -> None:
+        """Check type and bounds; booleans and NumPy integers are not integers here."""
+        if type(value) is not int or not self.low <= value <= self.high:
+            raise FieldError(f"{place}: {shown(value)} is not an integer in [{self.low}, {self.high}]")
 
 
 @dataclass(frozen=True)
@@ -164,9 +137,21 @@ class Real:
     low: float = -math.inf
     high: float = math.inf
 
-    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
-        """Check type, bounds and finiteness."""
-        check_real(place, value, self.low, self.high)
+    def check(self, place: str, value: object, _dims: dict[str, int] | None = None) -> None:
+        """Check type, bounds and finiteness, whose violation has the reason ``not_finite``."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise FieldError(f"{place}: {shown(value)} is not a number")
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:
+            finite = False
+        if not finite:
+            raise FieldError(f"{place}: {shown(value)} is not finite", "not_finite")
+        if not self.low <= value <= self.high:
+            raise FieldError(f"{place}: {shown(value)} is not in [{self.low}, {self.high}]")
+
+
+_FINITE = Real()
 
 
 @dataclass(frozen=True)
@@ -229,7 +214,7 @@ class FloatMap:
             raise FieldError(f"{place}: not a mapping of at most {self.most} numbers")
         for name, number in value.items():
             check_name(place, name, self.pattern)
-            check_real(f"{place}.{name}", number)
+            _FINITE.check(f"{place}.{name}", number)
 
 
 @dataclass(frozen=True)

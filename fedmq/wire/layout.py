@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
-from fedmq.wire.fields import LAYER, FieldError, check_name, check_whole, shown
+from fedmq.wire.fields import LAYER, FieldError, Whole, check_name, shown
 
 #: The dtype of all parameters, and its size [bytes].
 DTYPE, _BYTES = "float32", 4
 MAX_ENTRIES = 8192
 MAX_RANK = 8
 MAX_BYTES = 1 << 30
+_SIZE = Whole(0, MAX_BYTES)
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class LayoutEntry:
         if not isinstance(self.shape, tuple) or len(self.shape) > MAX_RANK:
             raise FieldError(f"layout {self.name}: shape is not a tuple of at most {MAX_RANK} sizes")
         for size in self.shape:
-            check_whole(f"layout {self.name}: size", size, 0, MAX_BYTES)
+            _SIZE.check(f"layout {self.name}: size", size)
         if self.dtype != DTYPE:
             raise FieldError(f"layout {self.name}: dtype {shown(self.dtype)} is not {DTYPE}")
-        check_whole(f"layout {self.name}: offset", self.offset, 0, MAX_BYTES)
+        _SIZE.check(f"layout {self.name}: offset", self.offset)
         if self.nbytes > MAX_BYTES:
             raise FieldError(f"layout {self.name}: {self.nbytes} bytes, allowed {MAX_BYTES}", "oversized")
 

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +86,7 @@ class MessageLog:
     ) -> None:
         self.path = path
         self.process = process
-        self.logger, self._mirror = logger, Mirror(logger)
+        self.logger = logger
         self._clock = clock
         self._last_hash, self._count, self._size, self._last_wall = GENESIS, 0, 0, ""
         self.first = GENESIS  # hash of the first record, by which runs of one scenario differ
@@ -208,7 +207,7 @@ class MessageLog:
             self.first = self.first if self._count else record.hash
             self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
             self._last_wall = record.wall
-        self._mirror(record)
+        mirror(self.logger, record)
         return record.n
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
@@ -321,45 +320,6 @@ def _cause(caused_by: int | None) -> dict[str, int]:
 def _encodable(text: str) -> str:
     """Replace lone surrogates, which occur in undecodable paths and cannot be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-#: Notes that a silo can cause in every round, with the facts that tell whether two of them say the same.
-_REPEATED: Mapping[str, tuple[str, str]] = {
-    LogEvent.ERROR_REPORTED: ("peer", "error"),
-    LogEvent.TASK_FAILED: ("silo", "reason"),
-}
-#: Maximum number of different notes whose repetitions are counted; then counting begins again.
-_MOST = 4096
-
-
-class Mirror:
-    """Logs the records of a message log for operators.
-
-    If a silo's tasks fail for the same reason again and again, the first failure is logged as it is, the 10th, 100th,
-    1000th, ... with the number of times, and the others as ``debug``.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-        self._seen: Counter[tuple[object, ...]] = Counter()
-
-    def __call__(self, record: LogRecord) -> None:
-        """Log a record."""
-        if not isinstance(record, NoteRecord) or record.event not in _REPEATED:
-            mirror(self._logger, record)
-            return
-        facts = record.facts
-        key = (record.event, *(facts.get(name) for name in _REPEATED[record.event]))
-        if key not in self._seen and len(self._seen) >= _MOST:
-            self._seen.clear()
-        self._seen[key] += 1
-        times = self._seen[key]
-        if times == 1:
-            mirror(self._logger, record)
-        elif str(times).strip("0") == "1":
-            self._logger.warning(str(record.event), times=times, **facts)
-        else:
-            self._logger.debug(str(record.event), **facts)
 
 
 def mirror(logger: Logger, record: LogRecord) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedmq.wire.fields import I63, U64, FieldError, check_name, check_real, check_whole, shown
+from fedmq.wire.fields import I63, U64, FieldError, Real, Whole, check_name, shown
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import (
     PAYLOADS,
@@ -32,6 +32,7 @@ HEAD_BYTES = 32
 MAX_PAYLOADS = 64
 #: Names of the two processes that are not silos; every other name is a silo's.
 COORDINATOR, EVALUATOR = "coordinator", "evaluator"
+_U64, _I63, _VERSION, _TIME = Whole(0, U64), Whole(0, I63), Whole(1, 0xFFFF), Real(0.0)
 #: In a hello that asks for the run's status, in place of the run's name, which the asker need not know.
 ANY_RUN = "any"
 
@@ -107,20 +108,19 @@ class Header:
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:
             raise FieldError(f"kind: {shown(self.kind)} is not a Kind")
-        check_name("run", self.run)
-        check_name("sender", self.sender)
-        check_name("receiver", self.receiver)
-        check_whole("sequence", self.sequence, 0, U64)
-        check_real("sent_at", self.sent_at, 0.0)
+        for name in ("run", "sender", "receiver"):
+            check_name(name, getattr(self, name))
+        _U64.check("sequence", self.sequence)
+        _TIME.check("sent_at", self.sent_at)
         if self.reply_to is not None:
-            check_whole("reply_to", self.reply_to, 0, U64)
+            _U64.check("reply_to", self.reply_to)
         elif self.kind is Kind.REPLY:
             raise FieldError("reply_to: missing from a reply")
-        check_whole("base_version", self.base_version, 0, I63)
+        _I63.check("base_version", self.base_version)
         if type(self.session) is not bytes or len(self.session) not in (0, SESSION_BYTES):
             raise FieldError(f"session: not 0 or {SESSION_BYTES} bytes")
-        check_whole("counter", self.counter, 0, U64)
-        check_whole("wire_version", self.wire_version, 1, 0xFFFF)
+        _U64.check("counter", self.counter)
+        _VERSION.check("wire_version", self.wire_version)
 
     def answered(self, kind: Kind, sent_at: float) -> Header:
         """The header of an answer of this kind to this message, at a time of the run [s]."""
@@ -147,10 +147,10 @@ class ShortHeader:
     counter: int  # counter of the AEAD, per direction
 
     def __post_init__(self) -> None:
-        check_whole("wire_version", self.wire_version, 1, 0xFFFF)
+        _VERSION.check("wire_version", self.wire_version)
         if type(self.session) is not bytes or len(self.session) != SESSION_BYTES:
             raise FieldError(f"session: not {SESSION_BYTES} bytes")
-        check_whole("counter", self.counter, 0, U64)
+        _U64.check("counter", self.counter)
 
 
 #: Payloads of the agreement on the data, and of silos' own evaluations.
@@ -192,10 +192,10 @@ class TaskInfo:
     learning_rate: float  # learning rate of local training, above 0
 
     def __post_init__(self) -> None:
-        check_whole("task.round", self.round, 0, I63)
-        check_whole("task.rounds", self.rounds, 1, I63)
-        check_whole("task.committed", self.committed, 0, U64)
-        check_real("task.learning_rate", self.learning_rate)
+        _I63.check("task.round", self.round)
+        Whole(1, I63).check("task.rounds", self.rounds)
+        _U64.check("task.committed", self.committed)
+        Real().check("task.learning_rate", self.learning_rate)
         if self.learning_rate <= 0:
             raise FieldError(f"task.learning_rate: {self.learning_rate} is not above 0")
 

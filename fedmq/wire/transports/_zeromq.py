@@ -86,15 +86,12 @@ class ZeroMQListener(Listener):
         peer = bytes(first.buffer)
         if self._admission is not None:
             key = str(first.get("User-Id")) if self._admission.by_key else ""
-            self._note_descriptor(self._admission, peer, int(first.get(zmq.SRCFD)), key)
+            self._descriptors[peer] = int(first.get(zmq.SRCFD))
+            self._admission.heard(self._descriptors[peer], key)
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
         check_number(frames)
         return peer, [frame.buffer for frame in rest]
-
-    def _note_descriptor(self, admission: ConnectionAdmission, peer: bytes, descriptor: int, key: str) -> None:
-        admission.heard(descriptor, key)
-        self._descriptors[peer] = descriptor
 
     @override
     def cut(self, peer: bytes) -> None:
@@ -123,18 +120,16 @@ class ZeroMQConnection(Connection):
 
     def __init__(
         self,
-        # Makes a socket, with or without IPv6, for a connection with these keys.
-        make: Callable[[bool, ConnectionKeys | None], zmq.Socket[bytes]],
+        make: Callable[[ConnectionKeys | None], zmq.Socket[bytes]],  # makes a socket for a connection with these keys
         context: zmq.Context[zmq.Socket[bytes]] | None,  # closed with the connection; None if other sockets share it
         uri: str,  # URI of the listener
         name: str,  # ZeroMQ's name of the listener
         *,
-        ipv6: bool,  # whether the listener has an IPv6 address
         watched: bool,  # whether to count connections, for a transport whose connections can break
         # The keys with which the connection is admitted; None for a listener without keys.
         keys: ConnectionKeys | None = None,
     ) -> None:
-        self.uri, self._name, self._make, self._ipv6, self._watched = uri, name, make, ipv6, watched
+        self.uri, self._name, self._make, self._watched = uri, name, make, watched
         self._keys, self._redial = keys, False
         self._refusal: ConnectionRefusal | None = None
         self._context = context
@@ -148,7 +143,7 @@ class ZeroMQConnection(Connection):
 
     def _begin(self) -> None:
         """Make the socket, and connect it."""
-        self._socket = self._make(self._ipv6, self._keys)
+        self._socket = self._make(self._keys)
         self._tried, self._admitted, self._broken = 0, False, False
         # Of the TCP connection: its file descriptor, the bytes that it had brought when the last message was read, and
         # how many more it may bring without another one.
@@ -357,7 +352,7 @@ def dial(
     """
     context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
 
-    def made(ipv6: bool, keys: ConnectionKeys | None) -> zmq.Socket[bytes]:
+    def made(keys: ConnectionKeys | None) -> zmq.Socket[bytes]:
         socket = _socket(context, zmq.DEALER, max_frame, queue, ipv6=ipv6)
         if keys is not None:
             socket.setsockopt(zmq.PLAIN_USERNAME, keys.name.encode())
@@ -365,7 +360,7 @@ def dial(
         return socket
 
     name, own = (endpoint.name, None) if endpoint else (uri, context)
-    return ZeroMQConnection(made, own, uri, name, ipv6=ipv6, watched=endpoint is None, keys=keys)
+    return ZeroMQConnection(made, own, uri, name, watched=endpoint is None, keys=keys)
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:

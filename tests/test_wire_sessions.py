@@ -182,8 +182,6 @@ def test_an_authentic_message_that_does_not_decode_is_refused_and_the_session_co
 def test_handshake_kinds_are_refused_in_a_session(pair: tuple[Session, Session]) -> None:
     silo, coordinator = pair
     ready = Message(Header(**{**vars(message().header), "kind": Kind.READY}))
-    with pytest.raises(LocalWireError):
-        seal_message(silo, ready)
     assert reason(lambda: open_message(coordinator, silo.seal(ready.header, []).frames)) == "unexpected"
 
 

@@ -159,24 +159,13 @@ _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
 _DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, SiloMetrics.KIND, RunStatus.KIND} - _STATED - _AGREED
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
-    Kind.HELLO: frozenset(),
-    Kind.WELCOME: frozenset(),
-    Kind.READY: frozenset(),
-    Kind.REJECT: frozenset(),
-    Kind.REKEY: frozenset(),
-    Kind.REKEYED: frozenset(),
-    Kind.INQUIRE: frozenset(),
+    **dict.fromkeys(Kind, frozenset[str]()),
     Kind.STATUS: frozenset({RunStatus.KIND}),
     Kind.STATEMENT: _STATED,
     Kind.AGREEMENT: _AGREED,
-    Kind.LAYOUT: frozenset(),
-    Kind.TASK: _DATA,
-    Kind.REPLY: _DATA,
-    Kind.EVALUATE: _DATA,
-    Kind.EVALUATE_SILO: _DATA,
+    **dict.fromkeys((Kind.TASK, Kind.REPLY, Kind.EVALUATE, Kind.EVALUATE_SILO), _DATA),
     Kind.SILO_RESULT: frozenset({SiloMetrics.KIND, Error.KIND}),
-    Kind.HEARTBEAT: frozenset({Metrics.KIND}),
-    Kind.STOP: frozenset({Metrics.KIND}),
+    **dict.fromkeys((Kind.HEARTBEAT, Kind.STOP), frozenset({Metrics.KIND})),
     Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),
 }
 

@@ -297,10 +297,8 @@ def seal_message(session: Session, message: Message) -> Sealed:
     """Encode and seal a message.
 
     Raises:
-        LocalWireError: see :meth:`Session.seal`; or the message is of a handshake kind.
+        LocalWireError: see :meth:`Session.seal`.
     """
-    if message.header.kind in HANDSHAKE_KINDS | REKEY_KINDS:
-        raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
     return session.seal(message.header, encode_body(message))
 
 

@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -47,6 +48,17 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _ZAP = "inproc://zeromq.zap.01"
 
 
+@dataclass
+class _Open:
+    """An open connection."""
+
+    key: str | None = None  # its peer's key, hexadecimal, empty if none is required; None until it sends a message
+    kept: bool = False  # whether its peer has completed a handshake
+    messages: int = 0  # number of its messages
+    # The numbers of messages and of received bytes when the last message was seen.
+    mark: tuple[int, int] = (0, 0)
+
+
 class ConnectionAdmission:
     """Watches the connections of a listening socket; made before the socket is bound."""
 
@@ -60,15 +72,11 @@ class ConnectionAdmission:
         self.refused: deque[str] = deque(maxlen=_REMEMBERED)
         self._error: Exception | None = None
         self._gate, self._socket = None if keys is None else TicketGate(keys), socket
-        # Descriptors of open connections, each in one of the two; by key, the one heard last is the last.
+        self._max_message = max_message
+        # By descriptor; the one heard last is the last.
+        self._open: dict[int, _Open] = {}
+        self._number = Counter[str | None]()  # number of open connections by key
         self._lock = threading.Lock()
-        self._unheard: dict[int, None] = {}
-        self._heard: dict[str, dict[int, None]] = {}
-        self._keys_heard: dict[int, str] = {}
-        self._kept = set[int]()
-        self._max_message, self._messages = max_message, Counter[int]()
-        # By descriptor: the number of messages and of received bytes when the last message was seen.
-        self._marks = dict[int, tuple[int, int]]()
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(8, min(UNHEARD, soft // _PART))
         self._monitor = socket.get_monitor_socket(_EVENTS)
@@ -92,38 +100,40 @@ class ConnectionAdmission:
             key: its public key, hexadecimal; empty if none is required, and then there is no limit by key.
         """
         with self._lock:
-            if descriptor not in self._unheard and descriptor not in self._keys_heard:
+            if (connection := self._forget(descriptor)) is None:
                 return  # closed in the meantime
-            if self._keys_heard.get(descriptor, key) != key:  # of a connection that is closed
-                self._forget(descriptor)
-            self._unheard.pop(descriptor, None)
-            self._messages[descriptor] += 1
-            self._keys_heard[descriptor] = key
-            of_key = self._heard.setdefault(key, {})
-            of_key.pop(descriptor, None)
-            of_key[descriptor] = None
-            oldest = None
-            if key and len(of_key) > PER_KEY:
-                oldest = next((each for each in of_key if each not in self._kept), next(iter(of_key)))
-                self._forget(oldest)
-        if oldest is not None:
-            self.shut(oldest)
+            if connection.key not in (None, key):  # of a connection that is closed
+                connection = _Open()
+            connection.key, connection.messages = key, connection.messages + 1
+            self._add(descriptor, connection)
+            surplus = self._surplus(key, PER_KEY) if key else None
+        if surplus is not None:
+            self.shut(surplus)
 
     def keep(self, descriptor: int) -> None:
         """A peer has completed a handshake; close its connection after those of its key that have not."""
         with self._lock:
-            if descriptor in self._keys_heard:
-                self._kept.add(descriptor)
+            if descriptor in self._open:
+                self._open[descriptor].kept = True
 
-    def _forget(self, descriptor: int) -> None:
-        self._unheard.pop(descriptor, None)
-        self._kept.discard(descriptor)
-        self._messages.pop(descriptor, None)
-        self._marks.pop(descriptor, None)
-        if (key := self._keys_heard.pop(descriptor, None)) is not None:
-            del self._heard[key][descriptor]
-            if not self._heard[key]:
-                del self._heard[key]
+    def _add(self, descriptor: int, connection: _Open) -> None:
+        self._open[descriptor] = connection
+        self._number[connection.key] += 1
+
+    def _forget(self, descriptor: int) -> _Open | None:
+        connection = self._open.pop(descriptor, None)
+        if connection is not None:
+            self._number[connection.key] -= 1
+        return connection
+
+    def _surplus(self, key: str | None, most: int) -> int | None:
+        """Forget the connection that is to be closed because a key has more than ``most``; None if it has not."""
+        if self._number[key] <= most:
+            return None
+        of_key = [each for each, connection in self._open.items() if connection.key == key]
+        oldest = next((each for each in of_key if not self._open[each].kept), of_key[0])
+        self._forget(oldest)
+        return oldest
 
     def shut(self, descriptor: int) -> None:
         """End a connection; ZeroMQ then closes it."""
@@ -173,14 +183,14 @@ class ConnectionAdmission:
     def _end_endless(self) -> None:
         """End the connections that bring too much without a whole message."""
         with self._lock:
-            counts = {each: self._messages[each] for each in (*self._unheard, *self._keys_heard)}
+            counts = {each: connection.messages for each, connection in self._open.items()}
         for descriptor, count in counts.items():
             received = bytes_received(descriptor)
             with self._lock:
-                before = self._marks.get(descriptor, (0, 0))
-                if count > before[0] and descriptor in self._keys_heard:  # otherwise closed in the meantime
-                    self._marks[descriptor] = (count, received)
-                most = self._max_message if descriptor in self._kept else PARTIAL
+                connection = self._open.get(descriptor, _Open())  # closed in the meantime
+                before, most = connection.mark, self._max_message if connection.kept else PARTIAL
+                if count > before[0] and connection.key is not None:
+                    connection.mark = count, received
             if count == before[0] and received - before[1] > most:
                 self.shut(descriptor)
 
@@ -194,16 +204,14 @@ class ConnectionAdmission:
 
     def _watch(self) -> None:
         event = parse_monitor_message(self._monitor.recv_multipart())
-        descriptor, closed = int(event["value"]), list[int]()
+        descriptor = int(event["value"])
         with self._lock:
             self._forget(descriptor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._unheard[descriptor] = None
-            while len(self._unheard) > self._most:
-                closed.append(oldest := next(iter(self._unheard)))
-                del self._unheard[oldest]
-        for each in closed:
-            self.shut(each)
+                self._add(descriptor, _Open())
+            surplus = self._surplus(None, self._most)
+        if surplus is not None:
+            self.shut(surplus)
 
 
 def bytes_received(descriptor: int) -> int:

@@ -24,7 +24,7 @@ from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received
-from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number, check_sendable
+from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -105,7 +105,7 @@ class ZeroMQListener(Listener):
 
     @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        return put(self._socket, [peer, *check_sendable(frames)])
+        return put(self._socket, [peer, *frames])
 
     @override
     def close(self) -> None:
@@ -214,12 +214,11 @@ class ZeroMQConnection(Connection):
 
     @override
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        sendable = check_sendable(frames)
         if self._redial:
             self.reconnect()
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
-        return put(self._socket, sendable)
+        return put(self._socket, frames)
 
     @override
     def established(self) -> int:

@@ -13,9 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
 
-from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import MAX_BODY, BytesLike
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports.tickets import ConnectionKeys
@@ -26,8 +25,6 @@ FRAMES = 2
 QUEUE = 64
 #: Maximum size of a frame that a peer may send [bytes]: a body and its tag.
 MAX_FRAME = MAX_BODY + 16
-
-FramesT = TypeVar("FramesT", bound=Sequence[BytesLike])
 
 
 class ConnectionRefusal(Enum):
@@ -74,9 +71,6 @@ class Listener(ABC):
 
         Returns:
             False if the peer is disconnected or its queue is full, in which case the message is dropped.
-
-        Raises:
-            LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
         """
 
     @abstractmethod
@@ -123,9 +117,6 @@ class Connection(ABC):
 
         Returns:
             False if the queue stays full, in which case the message is dropped.
-
-        Raises:
-            LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
         """
 
     @abstractmethod
@@ -181,16 +172,3 @@ def check_number(found: int) -> None:
     """
     if found != FRAMES:
         raise RemoteWireError(Reason.MALFORMED, f"{found} frames, expected {FRAMES}")
-
-
-def check_sendable(frames: FramesT) -> FramesT:
-    """Check and return the frames of a message to be sent.
-
-    Raises:
-        LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
-    """
-    if len(frames) != FRAMES:
-        raise LocalWireError(f"{len(frames)} frames, expected {FRAMES}")
-    if any(memoryview(frame).nbytes > MAX_FRAME for frame in frames):
-        raise LocalWireError(f"a frame above {MAX_FRAME} bytes")
-    return frames

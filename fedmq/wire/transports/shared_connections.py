@@ -14,7 +14,7 @@ from typing_extensions import override
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports.base import Connection, Listener, check_sendable
+from fedmq.wire.transports.base import Connection, Listener
 
 #: Prefix of the URI schemes.
 SHARED = "shared+"
@@ -140,5 +140,5 @@ class Branch(Connection):
 
 def _marked(mark: bytes, frames: Sequence[BytesLike]) -> list[BytesLike]:
     """The frames with a branch's number before the first one, which is a short header."""
-    header, *rest = check_sendable(frames)
+    header, *rest = frames
     return [mark + bytes(header), *rest]

@@ -21,9 +21,8 @@ import torch
 from PIL import Image
 
 import protocols  # noqa: F401 - registers the objectives
-from fedmq.audit.heads import read_expected
 from fedmq.audit.policy import read_policy
-from fedmq.audit.signatures import KnownKeys
+from fedmq.audit.signatures import KnownKeys, read_expected
 from fedmq.cli.data import show_data
 from fedmq.config import plug_ins, site
 from fedmq.config import resolve as scenarios

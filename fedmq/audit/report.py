@@ -13,8 +13,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from fedmq.audit.findings import by_cause
-from fedmq.audit.heads import heads_of
 from fedmq.audit.log_checks import Audit
+from fedmq.audit.signatures import heads_of
 from fedmq.errors import InputError
 from fedmq.packages import __version__
 from fedmq.runs.report.html import TEMPLATES
@@ -139,7 +139,7 @@ def page(audit: Audit, verdict: Verdict) -> str:
             refused_starts=list(map(printable, audit.refused_starts)),
             more=max(0, len(audit.findings) - _FINDINGS),
             logs=logs,
-            digest=heads_of(audit).digest,
+            digest=heads_of(audit.signatures).digest,
         )
     )
 

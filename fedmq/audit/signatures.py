@@ -1,4 +1,4 @@
-"""Check the signatures in message logs, what each process declared at its start, and the keys that an auditor has.
+"""Check the signatures in message logs, what each process declared at its start, and an auditor's keys and noted heads.
 
 A process signs the head of its log with its Ed25519 key (:mod:`fedmq.wire.message_log`). The records before a signature
 cannot be changed without that key. Each message also carries its sender's head to the receiver, so that a sender
@@ -9,18 +9,24 @@ cannot change its own log later without the receiver's key. Both ends of a messa
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
+from pydantic import Field
 
 from fedmq.audit.events import Start
 from fedmq.audit.findings import Cause, Finding
 from fedmq.audit.run_checks import RunFiles
 from fedmq.config.run_id import digest_of
 from fedmq.errors import InputError
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.regular_files import is_file
 from fedmq.text import counted
 from fedmq.wire.key_requests import known_keys
 from fedmq.wire.keys import former_keys, public_key_of
@@ -343,9 +349,8 @@ def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageReco
 class KnownKeys:
     """Public keys by the name of their process, each as 64 hexadecimal digits."""
 
-    accepted: Mapping[str, str]  # the accepted keys, and those of the folder's own processes
-    # Keys that were accepted before they were replaced or removed.
-    former: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    all: Mapping[str, frozenset[str]]  # accepted and former keys, and those of the folder's own processes
+    former: Mapping[str, frozenset[str]]  # keys that were accepted before they were replaced or removed
 
     @classmethod
     def load(cls, directory: Path) -> KnownKeys:
@@ -356,12 +361,14 @@ class KnownKeys:
         Raises:
             InputError: the folder has no keys, or a file is damaged.
         """
-        accepted = {name: key.public_bytes_raw().hex() for name, key in known_keys(directory).items()}
+        known = {name: frozenset({key.public_bytes_raw().hex()}) for name, key in known_keys(directory).items()}
         former = {
-            name: frozenset(key.public_bytes_raw().hex() for key in keys) - {accepted.get(name, "")}
+            name: frozenset(key.public_bytes_raw().hex() for key in keys) - known.get(name, frozenset())
             for name, keys in former_keys(directory).items()
         }
-        return cls(accepted, former)
+        return cls(
+            {name: known.get(name, frozenset()) | former.get(name, frozenset()) for name in known | former}, former
+        )
 
     def require_any(self, logs: Collection[str], directory: object) -> None:
         """Refuse a folder that has no key of any of the processes.
@@ -373,15 +380,89 @@ class KnownKeys:
             wanted = "a folder with public keys of the run's processes"
             raise InputError(str(directory), f"no key of any of {', '.join(sorted(logs))}", wanted)
 
-    @property
-    def all(self) -> dict[str, frozenset[str]]:
-        """Accepted and former keys."""
-        accepted = {name: frozenset({key}) for name, key in self.accepted.items()}
-        return {
-            name: accepted.get(name, frozenset()) | self.former.get(name, frozenset())
-            for name in {*accepted, *self.former}
-        }
-
     def signed_with_former(self, logs: Mapping[str, SignedLog]) -> tuple[str, ...]:
         """Processes whose logs are signed, at least in part, with a key that is no longer accepted, sorted."""
         return tuple(sorted(name for name, log in logs.items() if self.former.get(name, frozenset()) & {*log.keys}))
+
+
+# ------------------------------------------------------------------------------------------------------- noted heads
+_differs = partial(Finding, Cause.NOTED)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ALLOWED = "a file of heads that `fedmq audit RUN --heads FILE` wrote, or the digest that it printed"
+
+
+class Head(Stored):
+    """The head of one log."""
+
+    records: int = Field(ge=0)  # number of records
+    head: str  # hash of the last one, computed from the records' content
+    keys: list[Digest]  # fingerprints of the keys that the process signed with
+
+
+class Heads(Stored):
+    """The heads of all logs of a run."""
+
+    run: str  # the run's name; empty if no log is signed
+    heads: dict[str, Head]  # heads by process
+
+    @property
+    def text(self) -> str:
+        """The content of a heads file."""
+        return json.dumps(self.plain(), indent=2, sort_keys=True) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the file, a single digest for all logs."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def heads_of(logs: Mapping[str, SignedLog]) -> Heads:
+    """The heads of logs, by process."""
+    runs = [start.run for log in logs.values() for _, start in log.joined]
+    heads = {
+        process: Head(records=log.records, head=log.head, keys=list(log.fingerprints))
+        for process, log in sorted(logs.items())
+    }
+    return Heads(run=runs[0] if runs else "", heads=heads)
+
+
+def read_expected(expected: str) -> Heads | str:
+    """What ``--expect`` names: a heads file, or a digest as it is.
+
+    Raises:
+        InputError: it is neither, or the file cannot be read.
+    """
+    if _DIGEST.fullmatch(expected):
+        return expected
+    if not is_file(Path(expected)):
+        raise InputError("--expect", expected, _ALLOWED)
+    return read_json(Path(expected), Heads, _ALLOWED)
+
+
+def differences(noted: Heads | str, logs: Mapping[str, SignedLog]) -> Iterator[Finding]:
+    """Compare logs with heads that were noted earlier. Records added since then do not count as a difference.
+
+    Args:
+        noted: all heads; their digest, which only the same logs without further records have; or the head of one log,
+            which programs print at their end.
+        logs: the signatures of each log.
+    """
+    present = heads_of(logs)
+    if isinstance(noted, str):
+        if present.digest != noted and not any(log.had(noted) for log in logs.values()):
+            yield Finding(
+                Cause.NOTED, "--expect", f"no log has this head, and the digest of all heads is {present.digest}"
+            )
+        return
+    for process, head in sorted(noted.heads.items()):
+        log = logs.get(process)
+        if log is None:
+            yield _differs(f"{process}.jsonl", "no such log, although its head was noted")
+        elif log.records < head.records:
+            yield Finding(
+                Cause.NOTED, f"{process}.jsonl", f"has {log.records} records, but had {head.records} when noted"
+            )
+        elif not log.had(head.head, head.records):
+            yield _differs(f"{process}.jsonl", f"its first {head.records} records are not the noted ones")
+    for process in sorted(present.heads.keys() - noted.heads.keys()):
+        yield _differs(f"{process}.jsonl", "a log of which no head was noted")

@@ -120,14 +120,13 @@ class _Options:
 
 def _audit(run: Path, options: _Options) -> int:
     """Audit a run, print the result, and return the exit code."""
-    from fedmq.storage.run_folder import RunFolder, require_folder  # noqa: PLC0415 - --help does without
+    from fedmq.storage.run_folder import RunFolder, require_folder, write_text  # noqa: PLC0415 - --help does without
 
     require_folder(run)
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415
-    from fedmq.audit.heads import differences, heads_of, read_expected, write_heads  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
     from fedmq.audit.report import Evidence, differing_page, verdict  # noqa: PLC0415
-    from fedmq.audit.signatures import KnownKeys  # noqa: PLC0415
+    from fedmq.audit.signatures import KnownKeys, differences, heads_of, read_expected  # noqa: PLC0415
 
     noted = None if options.expect is None else read_expected(options.expect)
     policy_file, delta = options.policy_file, options.delta
@@ -135,7 +134,7 @@ def _audit(run: Path, options: _Options) -> int:
     known = None if options.keys is None else KnownKeys.load(options.keys)
     audit = audit_run(run, None if known is None else known.all, options.logs)
     _require_known(options, audit, known)
-    audit.findings += [] if noted is None else differences(noted, audit)
+    audit.findings += [] if noted is None else differences(noted, audit.signatures)
     if audit.inline and not audit.findings:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
@@ -151,9 +150,9 @@ def _audit(run: Path, options: _Options) -> int:
     former = () if known is None else known.signed_with_former(audit.signatures)
     page, profiled = differing_page(RunFolder(run), audit), RunFolder(run).profile.exists()
     sentences = verdict(audit, Evidence(options.keys, noted is not None, former, page, profiled))
-    heads = heads_of(audit)
+    heads = heads_of(audit.signatures)
     if options.heads is not None:
-        write_heads(heads, options.heads)
+        write_text(options.heads, heads.text)
     reported = _report(run, options, audit, sentences)
     if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}

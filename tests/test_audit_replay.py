@@ -23,8 +23,10 @@ from fedmq.wire import channel
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
 from tests import in_process_run
+from tests.adversary_forged_logs import edit
 from tests.command_line import completed
 from tests.in_process_run import notes, run_restarted
+from tests.test_audit_run_checks import FORGED
 from tests.test_federation_faults import struck
 from tests.threaded_run import resolved, run
 
@@ -122,35 +124,24 @@ def test_the_first_difference_is_named(first: RunFolder, copy: RunFolder, tiny: 
     assert difference(first, copy) == Difference("model_digest", read_record(first).digest, "0" * 64)
 
 
-FORGED = ("metrics", "per_silo", "participations", "fairness", "tasks", "seconds")
+#: Forged figures that a replay compares, and forgeries of real time and of bytes, which may differ.
+REPEATED = ("metrics", "per_silo", "participations", "fairness", "per_silo_mean", "versions", "seed", "rounds", "tasks")
 
 
 def test_a_run_with_forged_figures_in_its_summary_is_not_the_same(copy: RunFolder) -> None:
-    run = copy
-    honest, summary = read_record(run), json.loads(run.summary.read_text())
-    for what in FORGED:
-        forged = json.loads(json.dumps(summary))
-        match what:
-            case "metrics":
-                forged["metrics"]["mean_r1"] = 0.99
-            case "per_silo":
-                forged["per_silo"]["silo-02"]["mean_r1"] = 0.99
-            case "participations":
-                forged["per_silo"]["silo-02"]["participations"] += 1
-            case "fairness":
-                forged["fairness"]["worst_r1"] = 0.99
-            case "tasks":
-                forged["tasks"]["failed"] += 1
-            case _:
-                forged["seconds"]["virtual"] += 1
-        write_json(run.summary, forged)
-        found = first_difference(read_record(run), honest)
-        assert found is not None, what
-        assert found.place.startswith("summary: "), what
-    write_json(
-        run.summary, {**summary, "seconds": {**summary["seconds"], "total": 1e6}, "bytes": {"up": {}, "down": {}}}
-    )
-    assert first_difference(read_record(run), honest) is None  # real time and resent bytes may differ
+    honest, text = read_record(copy), copy.summary.read_text()
+    forgeries = {name: FORGED[name] for name in REPEATED}
+    forgeries["failed"] = lambda summary: summary["tasks"].update(failed=7)
+    forgeries["seconds"] = lambda summary: summary["seconds"].update(virtual=1e6)
+    for what, forge_it in forgeries.items():
+        copy.summary.write_text(text)
+        edit(copy.summary, forge_it)
+        found = first_difference(read_record(copy), honest)
+        assert found is not None and found.place.startswith("summary: "), what
+    copy.summary.write_text(text)
+    edit(copy.summary, lambda summary: summary["seconds"].update(total=1e6))
+    edit(copy.summary, lambda summary: summary.update(bytes={"up": {}, "down": {}}))
+    assert first_difference(read_record(copy), honest) is None
 
 
 def test_a_run_with_a_swapped_model_is_not_the_same(copy: RunFolder) -> None:
@@ -289,19 +280,19 @@ def test_a_run_stopped_by_a_scripted_full_disk_and_resumed_replays(tiny: Path, t
 
 
 @pytest.mark.slow
-def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
-    folder = finished(resolved(tiny, "clock=wall"), tmp_path / "run")
-    assert "a run on real time cannot be repeated" in _error("replay", folder.root)
-
-
-@pytest.mark.slow
-def test_a_run_whose_noise_is_drawn_from_keys_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
-    secret = "privacy={clip_norm: 1.0, noise_multiplier: 1.0, noise_from: key}"
-    folder = finished(resolved(tiny, secret), tmp_path / "run", in_process=False)
-    assert "privacy.noise_from: found 'key', allowed: seed" in _error("replay", folder.root)
-
-
-def _error(*arguments: object) -> str:
-    done = completed(*arguments)
-    assert done.returncode == 2
-    return done.stderr
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("clock=wall", "a run on real time cannot be repeated"),
+        (
+            "privacy={clip_norm: 1.0, noise_multiplier: 1.0, noise_from: key}",
+            "privacy.noise_from: found 'key', allowed: seed",
+        ),
+    ],
+)
+def test_a_run_in_real_time_or_with_noise_drawn_from_keys_cannot_be_replayed(
+    tiny: Path, tmp_path: Path, setting: str, why: str
+) -> None:
+    folder = finished(resolved(tiny, setting), tmp_path / "run", in_process="clock" in setting)
+    done = completed("replay", folder.root)
+    assert done.returncode == 2 and why in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,9 +20,9 @@ from fedmq.wire.codec import decode, digest, encode_body
 from fedmq.wire.compression import BLOCK, FORMS, MAX_RANK, Settings, decoded, encoded, form_of, sent_bytes
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Kind, Message
+from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Model, PartialDelta, decoded_sizes, sizes
-from tests.wire_examples import FEW, MANY, header
+from tests.wire_examples import FEW, MANY, header, with_payloads
 
 F32 = npt.NDArray[np.float32]
 LAYOUT = Layout.of((("a", (3,), "float32"), ("m", (20, 30), "float32"), ("b", (2, 2, 2), "float32")))
@@ -40,12 +39,12 @@ def delta(buffer: F32) -> Delta:
 
 
 def sent(values: F32, form: str) -> bytes:
-    message = Message(header(kind=Kind.REPLY, reply_to=1), (delta(encoded(form, values, SETTINGS)),))
+    message = Message(header(), (delta(encoded(form, values, SETTINGS)),))
     return b"".join(encode_body(message))
 
 
 def received(body: bytes, **options: Any) -> F32:
-    (payload,) = decode(header(kind=Kind.REPLY, reply_to=1), body, **options).payloads
+    (payload,) = decode(header(), body, **options).payloads
     assert isinstance(payload, Delta)
     return payload.buffer
 
@@ -182,12 +181,10 @@ def test_parts_that_do_not_fit_are_refused(form: str, parts: tuple[npt.NDArray[A
         decoded(form, parts, 8)
 
 
-def body_of(claim: object, tail: bytes, *, count: int = 1) -> bytes:
+def claimed(claim: object, tail: bytes, *, count: int = 1) -> bytes:
+    """A body with deltas whose buffers are said to be this."""
     fields = {"layout_digest": LAYOUT.digest, "buffer": claim, "n_samples": 7}
-    plain = {"payloads": [["delta", fields]] * count, "task": None, "layout": None, "head": None}
-    packed: bytes = msgpack.packb(plain)
-    start = len(packed).to_bytes(4, "little") + packed
-    return start + bytes(-len(start) % 16) + tail
+    return with_payloads(*[["delta", fields]] * count, tail=tail)
 
 
 @pytest.mark.parametrize(
@@ -208,42 +205,39 @@ def body_of(claim: object, tail: bytes, *, count: int = 1) -> bytes:
 )
 def test_malformed_claims_are_refused(claim: object) -> None:
     with pytest.raises(RemoteWireError) as caught:
-        received(body_of(claim, bytes(48)))
+        received(claimed(claim, bytes(48)))
     assert caught.value.reason == "malformed"
 
 
 def test_a_body_without_the_parts_or_with_infinite_values_is_refused() -> None:
     claim = ["int8", [8], [8, 1]]
     good = bytes(range(8)) + bytes(8) + f32(0.5).tobytes()
-    assert received(body_of(claim, good)).tolist() == [x / 2 for x in range(8)]
+    assert received(claimed(claim, good)).tolist() == [x / 2 for x in range(8)]
     for wrong in (good[:-1], good + b"\0", good[:8] + b"\1" + good[9:]):
         with pytest.raises(RemoteWireError):
-            received(body_of(claim, wrong))
+            received(claimed(claim, wrong))
     for scale in (np.nan, np.inf, 3e38):
         with pytest.raises(RemoteWireError) as caught:
-            received(body_of(claim, good[:16] + f32(scale).tobytes()))
+            received(claimed(claim, good[:16] + f32(scale).tobytes()))
         assert caught.value.reason == "not_finite"
 
 
 def test_a_small_message_cannot_claim_much_memory() -> None:
     claim = ["top_k", [1 << 20], [1, 1]]
     one = i32(5).tobytes() + bytes(12) + f32(1).tobytes()
-    assert received(body_of(claim, one), max_body=1 << 22)[5] == 1
-    again = body_of(claim, one + bytes(12) + one, count=2)
-    assert len(decode(header(kind=Kind.REPLY, reply_to=1), again, max_body=1 << 23).payloads) == 2
-    for body, most in ((body_of(claim, one), (1 << 22) - 1), (again, (1 << 23) - 1)):
+    assert received(claimed(claim, one), max_body=1 << 22)[5] == 1
+    again = claimed(claim, one + bytes(12) + one, count=2)
+    assert len(decode(header(), again, max_body=1 << 23).payloads) == 2
+    for body, most in ((claimed(claim, one), (1 << 22) - 1), (again, (1 << 23) - 1)):
         with pytest.raises(RemoteWireError) as caught:
-            decode(header(kind=Kind.REPLY, reply_to=1), body, max_body=most)
+            decode(header(), body, max_body=most)
         assert caught.value.reason == "oversized"
 
 
 def test_only_models_and_updates_may_be_compressed() -> None:
-    fields = {"values": ["bfloat16", [4], [4]]}
-    plain = {"payloads": [["geometry", fields]], "task": None, "layout": None, "head": None}
-    packed: bytes = msgpack.packb(plain)
-    start = len(packed).to_bytes(4, "little") + packed
+    body = with_payloads(["geometry", {"values": ["bfloat16", [4], [4]]}], tail=bytes(8))
     with pytest.raises(RemoteWireError, match="geometry"):
-        decode(header(kind=Kind.REPLY, reply_to=1), start + bytes(-len(start) % 16) + bytes(8))
+        decode(header(), body)
 
 
 # ------------------------------------------------------------------------------------------------------ error feedback

@@ -17,7 +17,7 @@ from fedmq.wire.handshake import HelloRefusedError, Initiated, Responded, comple
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Header, Kind
 from fedmq.wire.sessions import Session, seal_message
-from tests.wire_checks import NAMES, RUN, assert_works, flipped, message, reason
+from tests.wire_examples import NAMES, RUN, assert_works, flipped, message, reason
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from fedmq.wire.keys import (
 )
 from fedmq.wire.transports.registry import connect, listen
 from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
-from tests.wire_checks import NAMES
+from tests.wire_examples import NAMES
 
 # Keys on disk
 

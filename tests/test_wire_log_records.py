@@ -12,8 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from fedmq.clock import VirtualClock, WallClock
-from fedmq.storage.logs import LogFormat, LogOptions, open_log
+from fedmq.clock import VirtualClock
 from fedmq.wire.codec import digest
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
@@ -33,25 +32,16 @@ from fedmq.wire.log_records import (
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.payloads import Loss
+from tests.wire_examples import header
 
 
 def written(path: Path) -> list[LogRecord]:
     """The records of a log with one record of each kind."""
-    header = Header(
-        run="run-0",
-        kind=Kind.REPLY,
-        sender="silo-00",
-        receiver="coordinator",
-        sequence=3,
-        sent_at=1.5,
-        reply_to=3,
-        base_version=2,
-        session=b"s" * 16,
-        counter=7,
-    )
+    numbers = {"sequence": 3, "reply_to": 3, "base_version": 2, "counter": 7}
+    sent = Message(header(run="run-0", session=b"s" * 16, **numbers), (Loss(0.5),))
     with MessageLog(path, "coordinator", VirtualClock()) as log:
         log.handshake("received", Kind.HELLO, "silo-00", 1400)
-        log.message("received", Message(header, (Loss(0.5),)), "ab" * 16, 900)
+        log.message("received", sent, "ab" * 16, 900)
         log.refused("silo-00", Reason.REPLAY, "message 7", 900)
         log.note(LogEvent.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, caused_by=0)
         log.event(TimelineEvent.ARRIVED, silo="silo-00", sequence=3, now=1.5, version=2, number=5)
@@ -191,19 +181,3 @@ def test_the_times_of_records_do_not_decrease_when_the_clock_of_the_machine_is_s
             log.note(LogEvent.ENDED)
     found = [json.loads(line)["wall"][:13] for line in path.read_text().splitlines()]
     assert found == ["2026-11-27T15"] * 4 + ["2026-11-28T00"] * 2
-
-
-def test_a_silo_whose_policy_withholds_every_reply_is_logged_once_then_counted(tmp_path: Path) -> None:
-    operators = LogOptions(file=tmp_path / "log", console=False, format=LogFormat.JSON)
-    path = tmp_path / "coordinator.jsonl"
-    with MessageLog(path, "coordinator", WallClock(), logger=open_log(operators, "coordinator")) as log:
-        for number in range(25):
-            log.note(LogEvent.TASK_FAILED, silo="silo-01", sequence=number, reason="policy")
-        log.note(LogEvent.TASK_FAILED, silo="silo-02", sequence=1, reason="policy")
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [(line["silo"], line.get("times")) for line in lines] == [
-        ("silo-01", None),
-        ("silo-01", 10),
-        ("silo-02", None),
-    ]
-    assert len(path.read_text().splitlines()) == 26, "the message log has all of them"

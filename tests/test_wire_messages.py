@@ -24,21 +24,14 @@ from fedmq.wire.payloads import (
     tensor_bytes,
     tensors,
 )
+from tests import wire_examples
 
 DIGEST = "0" * 64
 LAYOUT = Layout.of([("a.weight", (2, 3), "float32"), ("a.bias", (2,), "float32"), ("scale", (), "float32")])
 
 
 def header(**changes: Any) -> Header:
-    values: dict[str, Any] = {
-        "run": "run-1",
-        "kind": Kind.HEARTBEAT,
-        "sender": "silo-00",
-        "receiver": "coordinator",
-        "sequence": 3,
-        "sent_at": 1.5,
-    }
-    return Header(**{**values, **changes})
+    return wire_examples.header(**{"kind": Kind.HEARTBEAT, "reply_to": None, **changes})
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -177,9 +170,6 @@ def test_views_share_memory_with_the_buffer() -> None:
 def test_an_invalid_layout_of_a_peer_is_refused(plain: Any) -> None:
     with pytest.raises(FieldError):
         Layout.from_plain(plain)
-
-
-def test_a_layout_entry_requires_a_tuple() -> None:
     with pytest.raises(FieldError):
         LayoutEntry("a", [1], "float32", 0)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ from fedmq.wire.codec import encode_header
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, Loss
 from fedmq.wire.sessions import Sealed, Session, open_message, seal_message
-from tests.wire_checks import RUN, assert_works, flipped, message, reason
+from tests.wire_examples import RUN, assert_works, flipped, message, reason
 
 
 @pytest.fixture

@@ -6,16 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import encode_body, encode_header
 from fedmq.wire.fields import LAYER, NAME, Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
 from fedmq.wire.layout import DTYPE, Layout
 from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
-from fedmq.wire.payloads import PAYLOADS, Payload, SiloModalities
+from fedmq.wire.payloads import PAYLOADS, Loss, Payload, SiloModalities
+from fedmq.wire.sessions import Session, open_message, seal_message
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -159,3 +163,44 @@ def header(**changes: Any) -> Header:
         "sent_at": 1.5,
     }
     return Header(**{**values, **changes})
+
+
+def body_of(plain: object, tail: bytes = b"") -> bytes:
+    """A body with this msgpack part, or these bytes in its place, and tensors behind it."""
+    packed: bytes = plain if isinstance(plain, bytes) else msgpack.packb(plain)
+    raw = len(packed).to_bytes(4, "little") + packed
+    return raw + (bytes(-len(raw) % 16) + tail if tail else b"")
+
+
+def with_payloads(*rows: object, tail: bytes = b"") -> bytes:
+    """A body with these payloads, each given as its ``[kind, fields]``."""
+    return body_of({"payloads": list(rows), "task": None, "layout": None, "head": None}, tail)
+
+
+# ------------------------------------------------------------------------------------ of keys, handshake and sessions
+RUN = "run-1"
+NAMES = ("coordinator", "evaluator", "silo-00", "silo-01")
+
+
+def message(sequence: int = 1, **changes: Any) -> Message:
+    return Message(header(**{"sequence": sequence, "reply_to": 1, **changes}), (Loss(0.5),))
+
+
+def reason(work: Any) -> str:
+    with pytest.raises(RemoteWireError) as caught:
+        work()
+    return caught.value.reason
+
+
+def flipped(raw: Any, bit: int) -> bytes:
+    changed = bytearray(raw)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def assert_works(silo: Session, coordinator: Session) -> None:
+    """Assert that both directions carry a message."""
+    sealed = seal_message(silo, message(77))
+    assert open_message(coordinator, sealed.frames)[0].header.sequence == 77
+    back = seal_message(coordinator, message(78, sender="coordinator", receiver="silo-00"))
+    assert open_message(silo, back.frames)[0].header.sequence == 78

@@ -88,11 +88,7 @@ class Starts:
                 yield process, start
 
     def set_aside(self, intact: Collection[str]) -> list[tuple[str, Start]]:
-        """The starts before which, and after which, nothing was exchanged, by process.
-
-        Args:
-            intact: processes whose logs have an unbroken hash chain; the starts in other logs all count.
-        """
+        """The starts at which nothing was exchanged, by process; in a log whose chain is not intact, all count."""
         return [
             (process, start)
             for process, start in self.all()
@@ -117,10 +113,8 @@ def refused_starts(
 ) -> Iterator[str]:
     """A sentence for each process that was refused before it joined, or was stopped before it got an answer.
 
-    Args:
-        aside: starts without a session, with their processes.
-        deviating: places of what is of another run, key or scenario than the rest.
-        refusals: number of messages that the coordinator's log says it refused, by reason; None without that log.
+    ``deviating`` are places of what is of another run, key or scenario than the rest; ``refusals`` the numbers of
+    refused messages in the coordinator's log by reason, None without that log.
     """
     by_process: dict[str, list[Start]] = {}
     for process, start in aside:
@@ -231,9 +225,6 @@ def clock_differences(messages: Iterable[MessageRecord]) -> Iterator[str]:
 
     A message arrives after it was sent. If by the two clocks it arrives before, they differ; the shortest delays of
     both directions bound by how much.
-
-    Args:
-        messages: sealed messages as each end logged them.
     """
     sent: dict[Frame, str] = {}
     received: list[MessageRecord] = []

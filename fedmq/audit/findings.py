@@ -45,22 +45,17 @@ class Finding:
         return {"cause": self.cause, "place": self.place, "what": self.what}
 
 
-#: Causes, the ones first that explain others.
-_GRAVEST = {
-    cause: rank
-    for rank, cause in enumerate(
-        (
-            Cause.SENDER,
-            Cause.NO_LOG,
-            Cause.CHAIN,
-            Cause.SIGNATURE,
-            Cause.KEY,
-            Cause.NOTED,
-            Cause.DECLARED,
-            Cause.SESSION,
-        )
-    )
-}
+#: Causes that explain others, which come after them here or are not listed.
+_GRAVEST = (
+    Cause.SENDER,
+    Cause.NO_LOG,
+    Cause.CHAIN,
+    Cause.SIGNATURE,
+    Cause.KEY,
+    Cause.NOTED,
+    Cause.DECLARED,
+    Cause.SESSION,
+)
 #: What a coordinator's log that is cut or changed no longer supports.
 _RESTS_ON_THE_COORDINATOR = (Cause.RELEASE, Cause.RESULT)
 
@@ -83,7 +78,7 @@ def by_cause(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     for name, group in groups.items():
         if not group:
             continue
-        first = min(group, key=lambda finding: _GRAVEST.get(finding.cause, len(_GRAVEST)))
+        first = min(group, key=lambda finding: (*_GRAVEST, finding.cause).index(finding.cause))
         others = Counter(finding.cause for finding in group if finding is not first)
         kinds = ", ".join(f"{count:,} {cause}" for cause, count in others.most_common())
         lines.append((first, f"; {others.total():,} more that {name} explains or contains ({kinds})" if others else ""))

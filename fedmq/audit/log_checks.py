@@ -285,7 +285,12 @@ def _compare_ends(facts: _Logs, present: Set[str], result: Audit) -> None:
     """Compare the received messages and handshakes with the sent ones."""
     for key, (place, record) in facts.received.items():
         if key in facts.sent:
-            _compare(place, record, *facts.sent[key], result)
+            other_place, other = facts.sent[key]
+            different = [name for name in HEADER if getattr(record.header, name) != getattr(other.header, name)]
+            different += [name for name in _COMPARED if getattr(record, name) != getattr(other, name)]
+            if different:
+                what = f"differs from {other_place} in {', '.join(different)}"
+                result.findings.append(Finding(Cause.ENDS, place, what))
         elif key[0] in present:
             what = f"{record.header.kind} from {key[0]} received, but never logged as sent"
             result.findings.append(Finding(Cause.NOT_SENT, place, what, key[0]))
@@ -307,26 +312,6 @@ def _missing(facts: _Logs, present: Set[str]) -> Iterator[Finding]:
         mentioned = f"{facts.named[process]} mentions {process}"
         why = f"{count} messages of {process} cannot be compared" if count else mentioned
         yield Finding(Cause.NO_LOG, f"{process}.jsonl", f"no such log in this folder: {why}", process)
-
-
-def _others(record: LogRecord) -> tuple[str, ...]:
-    """The processes that a record mentions, except unknown peers, which need no log."""
-    match record:
-        case MessageRecord():
-            return record.header.sender, record.header.receiver
-        case HandshakeRecord():
-            return (record.peer,)
-        case RefusedRecord():
-            return () if record.peer == UNKNOWN else (record.peer,)
-        case NoteRecord() | TimelineRecord() | StartRecord() | SignatureRecord():
-            return ()
-
-
-def _compare(place: str, record: MessageRecord, other_place: str, other: MessageRecord, result: Audit) -> None:
-    different = [name for name in HEADER if getattr(record.header, name) != getattr(other.header, name)]
-    different += [name for name in _COMPARED if getattr(record, name) != getattr(other, name)]
-    if different:
-        result.findings.append(Finding(Cause.ENDS, place, f"differs from {other_place} in {', '.join(different)}"))
 
 
 def _check_records(owner: str, content: Sequence[tuple[str, LogRecord]], result: Audit) -> None:
@@ -393,19 +378,20 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
 
 def _collect(process: str, place: str, record: LogRecord, result: Audit, facts: _Logs) -> None:
     """Add a record of a process's log to the collected facts."""
-    for name in _others(record):
-        facts.named.setdefault(name, place)
     if process == COORDINATOR:
         facts.course.take(place, record)
     facts.events.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1
+            if record.peer != UNKNOWN:  # an unknown peer needs no log
+                facts.named.setdefault(record.peer, place)
         case NoteRecord():
             if record.event is LogEvent.INLINE:
                 facts.inline.append((process, place))
         case HandshakeRecord():
             facts.exchanged = True
+            facts.named.setdefault(record.peer, place)
             if record.action == "sent":
                 result.frames[process] += record.bytes
             ends = (process, record.peer) if record.action == "sent" else (record.peer, process)
@@ -424,6 +410,8 @@ def _collect_message(process: str, place: str, record: MessageRecord, result: Au
     """Add a message of a process's log to the collected facts."""
     header = record.header
     result.messages.append((place, record))
+    for name in (header.sender, header.receiver):
+        facts.named.setdefault(name, place)
     if len(record.digests) != len(record.payloads):
         what = f"{len(record.digests)} digests of {len(record.payloads)} payloads"
         result.findings.append(Finding(Cause.ENDS, place, what))

@@ -397,14 +397,7 @@ def check_summary(
 def _of_the_last_evaluation(
     place: str, metrics: str, evaluations: Sequence[EvaluationLine], summary: RunSummary
 ) -> Iterator[Finding]:
-    """Check the summary's values of the shared model against the last evaluation, and its means against the values.
-
-    Args:
-        place: file of the summary.
-        metrics: name of the file of the evaluations.
-        evaluations: evaluations in the order of that file.
-        summary: summary of the run.
-    """
+    """Check the summary's values of the shared model against the last evaluation, and its means against the values."""
     last = max(evaluations, key=lambda line: line.version, default=None)
     per_silo = {} if last is None else last.per_silo
     if summary.metrics != ({} if last is None else last.metrics) or (
@@ -430,13 +423,7 @@ def _of_the_last_own_evaluation(
 
 
 def _reported_not_recorded(place: str, recorded: Collection[tuple[str, int]], course: LoggedRun) -> Iterator[Finding]:
-    """Find silos that evaluated their personal model without a record of it, unless the coordinator refused them.
-
-    Args:
-        place: file of the metrics.
-        recorded: silo and version of each recorded evaluation.
-        course: what the logs record.
-    """
+    """Find silos that evaluated their personal model without a record of it, unless the coordinator refused them."""
     for silo, version in sorted(course.measured.keys() - recorded):
         if silo != EVALUATOR and silo not in course.refused:
             yield wrong_result(place, f"no metrics of {silo}'s personal model at version {version}, though it answered")

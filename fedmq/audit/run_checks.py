@@ -85,12 +85,7 @@ def check_run_folder(
     Only files that exist are compared, so that logs can be audited without their folder; a run that is not finished
     needs no release.
 
-    Args:
-        folder: the run folder.
-        files: its files, read before the logs.
-        course: what the logs record.
-        named: processes that must have a log, with the place that mentions each; those of the summary are added.
-        inline: the run exchanged no messages.
+    To ``named``, the processes that must have a log with the place that mentions each, those of the summary are added.
     """
     summary, finished, released = files.summary, files.finished, course.released
     yield from files.found
@@ -235,13 +230,7 @@ def compared_files(folder: RunFolder, course: LoggedRun) -> tuple[str, ...]:
 
 
 def changed_files(folder: RunFolder, course: LoggedRun, known: Collection[str]) -> Iterator[Finding]:
-    """Find files that differ from their digests in the coordinator's log, and messages after the end.
-
-    Args:
-        folder: the run folder.
-        course: what the logs record.
-        known: places at which something is found already.
-    """
+    """Find files that differ from their digests in the log, except at known places, and messages after the end."""
     for place in course.after:
         yield Finding(Cause.FILE, place, "a message after the run had ended")
     if course.digests is None:

@@ -167,10 +167,7 @@ class SignatureChecks:
         """Find which keys are the run's, once all logs have been read.
 
         A peer's word decides, if there is one: the coordinator accepts the keys of all, and they accept the
-        coordinator's.
-
-        Args:
-            aside: starts that were refused before the process joined, with their processes.
+        coordinator's. ``aside`` are the starts that were refused before the process joined.
         """
         for process, log in self.logs.items():
             log.aside = frozenset(start.declared_at for name, start in aside if name == process)
@@ -319,10 +316,6 @@ def ends_to_change(logs: Mapping[str, SignedLog], received: Iterable[MessageReco
 
     A record of the coordinator is anchored in the logs of all peers that received a later head; a record of another
     process in the coordinator's log, and through it in the logs of all other peers.
-
-    Args:
-        logs: the signatures of each log.
-        received: messages as their receivers logged them.
     """
     if COORDINATOR not in logs:
         return {name: log.records for name, log in sorted(logs.items())}

@@ -75,7 +75,11 @@ def ask_status(
         inquire, session = complete(initiated, accepted, _answer(connection, uri, identity, until), 0.0)
         connection.send(inquire)
         message, _ = open_message(session, _answer(connection, uri, identity, until))
-        text = _status_in(message, uri)
+        match message.header.kind, message.payloads:
+            case Kind.STATUS, (RunStatus(json=text),):
+                pass
+            case kind, _:
+                raise RunError(f"the answer of {uri} cannot be used: a {kind}, expected a status")
         if (error := report(text)) is not None:
             answer = Message(message.header.answered(Kind.ERROR, 0.0), (error,))
             connection.send(seal_message(session, answer).frames)
@@ -88,13 +92,6 @@ def ask_status(
         raise RunError(f"the answer of {uri} cannot be used: {error.reason}: {error.detail}") from None
     finally:
         connection.close()
-
-
-def _status_in(message: Message, uri: str) -> str:
-    match message.header.kind, message.payloads:
-        case Kind.STATUS, (RunStatus(json=text),):
-            return text
-    raise RunError(f"the answer of {uri} cannot be used: a {message.header.kind}, expected a status")
 
 
 def _answer(connection: Connection, uri: str, identity: Identity, until: float) -> list[memoryview]:

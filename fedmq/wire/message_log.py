@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -155,11 +155,7 @@ class MessageLog:
         self._append(
             StartRecord,
             action="start",
-            run=facts.run,
-            scenario=facts.scenario,
-            protocol=facts.protocol,
-            privacy=dict(facts.privacy),
-            data=facts.data,
+            **asdict(facts),
             key=identity.key.public_key().public_bytes_raw().hex(),
             peers={name: accepted[name].public_bytes_raw().hex() for name in peers if name in accepted},
         )

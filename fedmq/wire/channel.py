@@ -188,11 +188,7 @@ class Channel:
 
     @property
     def _connection_keys(self) -> ConnectionKeys:
-        coordinator = self._accepted.get(COORDINATOR)
-        if coordinator is None:
-            allowed = "the coordinator's, accepted with `fedmq keys accept`"
-            raise InputError(f"keys of {self._identity.name}: accepted", "no key of the coordinator", allowed)
-        return ConnectionKeys(self._identity.key, coordinator, self._identity.name)
+        return ConnectionKeys.to_coordinator(self._identity, self._accepted)
 
     def attach(self, connection: Connection) -> Connection:
         """Use a connection that the calling thread has made; returns it."""

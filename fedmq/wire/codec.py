@@ -69,8 +69,6 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
         return Message(header, *_decode_body(byte_view(body), max_body))
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
-    except RecursionError as error:
-        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
 
 
 def encode_header(header: Header) -> bytes:
@@ -124,8 +122,6 @@ def decode_clear(raw: BytesLike, *, any_version: bool = False) -> Header | Short
         return Header(**{**plain, "kind": _kind(plain["kind"])})
     except FieldError as error:
         raise (unknown_version(version) if other else RemoteWireError(error.reason, str(error))) from error
-    except RecursionError as error:
-        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
 
 
 def unknown_version(version: object) -> RemoteWireError:

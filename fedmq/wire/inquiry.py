@@ -64,11 +64,8 @@ def ask_status(
         NoAnswerError: nothing answers.
         RunError: the answer cannot be used.
     """
-    if COORDINATOR not in accepted:
-        allowed = "the coordinator's, accepted with `fedmq keys accept`"
-        raise InputError(f"keys of {identity.name}: accepted", "no key of the coordinator", allowed)
     until = time.monotonic() + patience
-    connection = connect(uri, keys=ConnectionKeys(identity.key, accepted[COORDINATOR], identity.name))
+    connection = connect(uri, keys=ConnectionKeys.to_coordinator(identity, accepted))
     try:
         hello, initiated = initiate(identity, COORDINATOR, ANY_RUN, 0.0)
         connection.send(hello)

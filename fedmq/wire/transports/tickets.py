@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from fedmq.errors import InputError
 from fedmq.text import printable
-from fedmq.wire.keys import fingerprint, public_key_of, words
+from fedmq.wire.keys import Identity, fingerprint, public_key_of, words
+from fedmq.wire.messages import COORDINATOR
 
 LABEL = b"fedmq 1 ticket"
 TIME_BYTES, NONCE_BYTES, SIGNATURE_BYTES = 8, 16, 64
@@ -74,6 +76,18 @@ class ConnectionKeys:
     key: Ed25519PrivateKey
     listener: Ed25519PublicKey  # the listener's public key
     name: str
+
+    @classmethod
+    def to_coordinator(cls, identity: Identity, accepted: Mapping[str, Ed25519PublicKey]) -> ConnectionKeys:
+        """The keys of a process for its connection to the coordinator.
+
+        Raises:
+            InputError: no key of the coordinator is accepted.
+        """
+        if (coordinator := accepted.get(COORDINATOR)) is None:
+            allowed = "the coordinator's, accepted with `fedmq keys accept`"
+            raise InputError(f"keys of {identity.name}: accepted", "no key of the coordinator", allowed)
+        return cls(identity.key, coordinator, identity.name)
 
     def ticket(self, now: float) -> bytes:
         """A new ticket, in base64, of a time [s since 1970, UTC]."""

@@ -67,7 +67,7 @@ def both(run: Path, change: Callable[[Record], Record | None]) -> None:
 def test_untouched_logs_agree(run: Path) -> None:
     audit = audit_run(run)
     assert not audit.findings
-    assert audit.left["silo-00"]["delta"] == 3 * 20
+    assert audit.payloads.bytes["silo-00"]["delta"] == 3 * 20
     assert audit.frames["silo-00"] == 300
     assert audit.refused["coordinator"] == {"replay": 1}
     assert audit.undelivered == 0

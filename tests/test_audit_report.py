@@ -73,8 +73,8 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
     audit = audit_run(run)
     for process, kind in {(row["process"], row["kind"]) for row in rows}:
         these = [row for row in rows if (row["process"], row["kind"]) == (process, kind)]
-        assert sum(int(row["bytes"]) for row in these) == audit.left[process][kind]
-        assert sum(int(row["payloads"]) for row in these) == audit.sent[process][kind]
+        assert sum(int(row["bytes"]) for row in these) == audit.payloads.bytes[process][kind]
+        assert sum(int(row["payloads"]) for row in these) == audit.payloads.number[process][kind]
         assert all(row["started"] <= row["first"] <= row["last"] <= row["ended"] for row in these)
         assert len(these) == len({row["round"] for row in these})
     assert {row["round"] for row in rows if row["kind"] == "delta"} == {"1", "2", "3", "4"}

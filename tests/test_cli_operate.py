@@ -269,7 +269,7 @@ def test_one_silo_stays_for_two_runs_of_one_scenario_and_a_third_of_another(tmp_
             others = (tmp_path / HOSPITALS[index] / f"run-{number}" for index in (1, 2))
             audit = audit_run(out, elsewhere=[tmp_path / "berlin" / "run", *others])
             assert (audit.findings, list(audit.absent)) == ([], [])
-            assert audit.sent["silo-00"]["loss"]
+            assert audit.payloads.number["silo-00"]["loss"]
     finally:
         standing.send_signal(signal.SIGTERM)
         (said,) = outputs([standing])

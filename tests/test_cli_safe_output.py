@@ -143,8 +143,8 @@ def test_every_command_s_output_is_harmless(text: str) -> None:
     assert_harmless(printed(lambda: operate._show(status, datetime.now(UTC))))
 
     audit = Audit(findings=[Finding(Cause.FILE, text, text)], written=(text,))
-    audit.records[text], audit.refused[text][text], audit.left[text][text] = 1, 2, 3
-    audit.sent[text][text] = 1
+    audit.records[text], audit.refused[text][text], audit.payloads.bytes[text][text] = 1, 2, 3
+    audit.payloads.number[text][text] = 1
     assert_harmless(on_console(lambda console: print_audit(audit, Verdict(text, text), console)))
 
     silos = {name: SiloData(("image",), 1, {text: 1}, 1)}

@@ -209,7 +209,7 @@ def audited() -> None:
     audit = Audit()
     for name in NAMES:
         audit.records[name], audit.frames[name] = 1_234_567, 123_456_789_012
-        audit.sent[name], audit.left[name] = (
+        audit.payloads.number[name], audit.payloads.bytes[name] = (
             Counter(modality_prototypes=1_234_567),
             Counter(modality_prototypes=123_456_789_012),
         )

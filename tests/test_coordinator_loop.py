@@ -99,8 +99,8 @@ def test_the_logs_agree_and_record_what_left_each_silo(reference: tuple[Path, di
     assert not audit.findings
     for silo in ("silo-00", "silo-02", "silo-03"):
         update = "delta" if silo == "silo-00" else "partial_delta"
-        assert set(audit.left[silo]) <= {update, "modality_prototypes", "geometry", "loss", "data_statement"}
-    of_images, of_texts = (audit.left[f"silo-{each}"] for each in ("02", "03"))
+        assert set(audit.payloads.bytes[silo]) <= {update, "modality_prototypes", "geometry", "loss", "data_statement"}
+    of_images, of_texts = (audit.payloads.bytes[f"silo-{each}"] for each in ("02", "03"))
     assert of_images["partial_delta"] > 0
     assert of_texts["partial_delta"] > 0
 

@@ -106,7 +106,7 @@ def test_a_silo_with_nothing_to_share_sends_no_parameters_and_the_run_is_the_sam
     assert outcome.phase is Phase.DONE and outcome.summary.messages.refused == 0
     audit = audit_run(tmp_path / "wire")
     assert not audit.findings
-    assert audit.left["silo-01"]["partial_delta"] == 0 < audit.left["silo-00"]["partial_delta"]
+    assert audit.payloads.bytes["silo-01"]["partial_delta"] == 0 < audit.payloads.bytes["silo-00"]["partial_delta"]
     assert in_process_run.run(scenario, tmp_path / "inline").summary.model_digest == outcome.summary.model_digest
 
 

@@ -187,13 +187,13 @@ def test_the_report_and_the_audit_agree_on_what_left_the_silos(photo_run: RunFol
     section = photo_run.report.read_text().partition('<h2 id="privacy">')[2].partition("<h2")[0]
     found = re.findall("<tr>" + r"<td[^>]*>(.*?)</td>" * 4 + "</tr>", section)
     audit = audit_run(photo_run.root)
-    silos = [name for name in audit.sent if name.startswith("silo-")]
-    kinds = sorted({kind for name in silos for kind in audit.sent[name]})
+    silos = [name for name in audit.payloads.number if name.startswith("silo-")]
+    kinds = sorted({kind for name in silos for kind in audit.payloads.number[name]})
     assert {"data_statement", "delta", "loss"} <= set(kinds)
     expected = []
     for kind in kinds:
-        numbers = [audit.sent[name][kind] for name in silos if audit.sent[name][kind]]
-        size = sum(audit.left[name][kind] for name in silos)
+        numbers = [audit.payloads.number[name][kind] for name in silos if audit.payloads.number[name][kind]]
+        size = sum(audit.payloads.bytes[name][kind] for name in silos)
         row = (kind.replace("_", " "), str(len(numbers)), f"{sum(numbers):,}")
         expected.append((*row, tensor_text(size)))
     assert found == expected

@@ -197,7 +197,7 @@ def test_a_run_continues_without_the_replies_that_a_silo_withholds(
     assert all(result.summary.per_silo[name].participations for name in others)
     audit = audit_run(out)
     assert audit.findings == []
-    assert "label_count" not in audit.sent[SILO] and audit.sent[SILO]["refusal"] >= 1
+    assert "label_count" not in audit.payloads.number[SILO] and audit.payloads.number[SILO]["refusal"] >= 1
     reported = [each for _, each in read_log(out / "messages" / "coordinator.jsonl") if isinstance(each, NoteRecord)]
     failed = {note.facts["reason"] for note in reported if note.event is LogEvent.TASK_FAILED}
     errors = {note.facts["error"] for note in reported if note.event is LogEvent.ERROR_REPORTED}

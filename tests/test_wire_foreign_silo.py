@@ -97,7 +97,13 @@ def test_it_runs_as_the_fourth_silo_which_has_texts_only_and_the_audit_is_clean(
     assert not outcome.summary.unusable_replies
     audit = audit_run(tmp_path)
     assert not audit.findings
-    assert set(audit.left[name]) == {"data_statement", "partial_delta", "modality_prototypes", "geometry", "loss"}
+    assert set(audit.payloads.bytes[name]) == {
+        "data_statement",
+        "partial_delta",
+        "modality_prototypes",
+        "geometry",
+        "loss",
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- its training

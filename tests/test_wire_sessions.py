@@ -226,11 +226,10 @@ def test_a_session_needs_keys_of_the_right_length() -> None:
 
 
 def test_the_keys_depend_on_both_secrets_and_the_transcript() -> None:
-    base = key_agreement.derive_keys(bytes(32), bytes(32), bytes(32))
-    others = [
-        key_agreement.derive_keys(b"1" * 32, bytes(32), bytes(32)),
-        key_agreement.derive_keys(bytes(32), b"1" * 32, bytes(32)),
-        key_agreement.derive_keys(bytes(32), bytes(32), b"1" * 32),
-    ]
-    parts = [part for made in (base, *others) for part in made]
+    zero, other = bytes(32), b"1" * 32
+    secrets = ((zero, zero, zero), (other, zero, zero), (zero, other, zero), (zero, zero, other))
+    made = [key_agreement.derive_keys(*each, initiator=True) for each in secrets]
+    parts = [part for keys in made for part in keys.values()]
     assert len(set(parts)) == len(parts)
+    theirs = key_agreement.derive_keys(zero, zero, zero, initiator=False)
+    assert (theirs["send_key"], theirs["receive_key"]) == (made[0]["receive_key"], made[0]["send_key"])

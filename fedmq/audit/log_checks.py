@@ -100,16 +100,6 @@ class Audit:
                 f"{process} lies elsewhere, as after a start with another --out"
             )
 
-    @property
-    def left(self) -> dict[str, Counter[str]]:
-        """Payload tensors that each process sent [bytes], by kind."""
-        return self.payloads.bytes
-
-    @property
-    def sent(self) -> dict[str, Counter[str]]:
-        """Number of payloads that each process sent, by kind."""
-        return self.payloads.number
-
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
         return {
@@ -122,15 +112,19 @@ class Audit:
             "without_key": list(self.keyless),
             "not_anchored": dict(self.ends),
             "records": dict(sorted(self.records.items())),
-            "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
-            "decoded": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.payloads.decoded.items())},
-            "sent": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.sent.items())},
+            "left": _sorted(self.payloads.bytes),
+            "decoded": _sorted(self.payloads.decoded),
+            "sent": _sorted(self.payloads.number),
             "frames": dict(sorted(self.frames.items())),
-            "refused": {name: dict(sorted(reasons.items())) for name, reasons in sorted(self.refused.items())},
+            "refused": _sorted(self.refused),
             "undelivered": self.undelivered,
             "events": [vars(event) for event in self.events],
             "clocks": list(self.clocks),
         }
+
+
+def _sorted(counts: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    return {name: dict(sorted(of_name.items())) for name, of_name in sorted(counts.items())}
 
 
 #: Fields, in addition to the header, that both ends of a message must log identically.

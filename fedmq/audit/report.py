@@ -148,8 +148,8 @@ def payload_lines(audit: Audit, *processes: str) -> list[str]:
     """Number, kind and size of the payloads that processes sent; a kind without tensors holds numbers or words only."""
     number, sizes, decoded = Counter[str](), Counter[str](), Counter[str]()
     for process in processes:
-        number.update(audit.sent.get(process, {}))
-        sizes.update(audit.left.get(process, {}))
+        number.update(audit.payloads.number.get(process, {}))
+        sizes.update(audit.payloads.bytes.get(process, {}))
         decoded.update(audit.payloads.decoded.get(process, {}))
     whole = {kind: f" ({tensor_text(size)} decoded)" for kind, size in decoded.items() if size != sizes[kind]}
     return [
@@ -162,7 +162,7 @@ def like_silos(audit: Audit) -> list[list[str]]:
     """The silos in groups that sent the same kinds of payloads."""
     groups: dict[frozenset[str], list[str]] = {}
     for process in sorted(audit.records.keys() - {COORDINATOR, EVALUATOR}):
-        groups.setdefault(frozenset(audit.sent.get(process, {})), []).append(process)
+        groups.setdefault(frozenset(audit.payloads.number.get(process, {})), []).append(process)
     return list(groups.values())
 
 

@@ -142,16 +142,8 @@ def respond(
     answer = replace(header.answered(Kind.WELCOME, sent_at), run=run)  # the hello of an inquiry does not name it
     welcome = _signed(identity, WELCOME_LABEL, transcript_digest(*hello), answer, ephemeral.answer(ciphertext))
     transcript = transcript_digest(*hello, *welcome)
-    session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
-    session = Session(
-        run=run,
-        name=identity.name,
-        peer=header.sender,
-        session=session_id,
-        send_key=down,
-        receive_key=up,
-        options=options,
-    )
+    keys = derive_keys(transcript, x25519_secret, mlkem_secret, initiator=False)
+    session = Session(run=run, name=identity.name, peer=header.sender, options=options, **keys)
     return welcome, Responded(session, header.sender, key, transcript, header.run == ANY_RUN)
 
 
@@ -249,16 +241,8 @@ def complete(
     fields = checked_fields(_verified(key, WELCOME_LABEL, transcript_digest(*state.hello), welcome), WELCOME_FIELDS)
     x25519_secret, mlkem_secret = initiator_secrets(state.ephemeral, fields)
     transcript = transcript_digest(*state.hello, *welcome)
-    session_id, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
-    session = Session(
-        run=header.run,
-        name=me.name,
-        peer=header.sender,
-        session=session_id,
-        send_key=up,
-        receive_key=down,
-        options=state.options,
-    )
+    keys = derive_keys(transcript, x25519_secret, mlkem_secret, initiator=True)
+    session = Session(run=header.run, name=me.name, peer=header.sender, options=state.options, **keys)
     ready = header.answered(Kind.INQUIRE if inquiry else Kind.READY, sent_at)
     return session.seal(ready, [me.key.sign(READY_LABEL + transcript)]).frames, session
 

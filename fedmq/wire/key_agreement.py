@@ -30,7 +30,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import pack, unpack
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import SESSION_BYTES, Header, Reason
-from fedmq.wire.sessions import KEY_BYTES, Opened, Sealed, Session
+from fedmq.wire.sessions import KEY_BYTES, Opened, Sealed, Session, SessionKeys
 
 MAX_HANDSHAKE_BODY = 4096
 NONCE_BYTES = 32
@@ -102,22 +102,22 @@ def initiator_secrets(ephemeral: Ephemeral, fields: Mapping[str, Any]) -> tuple[
     return x25519_secret, mlkem_secret
 
 
-def derive_keys(transcript: bytes, x25519_secret: bytes, mlkem_secret: bytes) -> tuple[bytes, bytes, bytes]:
-    """Derive the session's identifier and keys (HKDF-SHA256, RFC 5869).
+def derive_keys(transcript: bytes, x25519_secret: bytes, mlkem_secret: bytes, *, initiator: bool) -> SessionKeys:
+    """Derive one side's keys of a session (HKDF-SHA256, RFC 5869).
 
     Args:
         transcript: 32 bytes, the digest of hello and welcome.
         x25519_secret: 32 bytes.
         mlkem_secret: 32 bytes.
-
-    Returns:
-        Session identifier (16 bytes), key from initiator to responder (32), key from responder to initiator (32).
+        initiator: whether the side is the initiator's.
     """
 
     def derive(label: bytes, length: int) -> bytes:
         return HKDF(SHA256(), length, salt=transcript, info=label).derive(x25519_secret + mlkem_secret)
 
-    return derive(SESSION_LABEL, SESSION_BYTES), derive(UP_LABEL, KEY_BYTES), derive(DOWN_LABEL, KEY_BYTES)
+    up, down = derive(UP_LABEL, KEY_BYTES), derive(DOWN_LABEL, KEY_BYTES)
+    send, receive = (up, down) if initiator else (down, up)
+    return SessionKeys(session=derive(SESSION_LABEL, SESSION_BYTES), send_key=send, receive_key=receive)
 
 
 def transcript_digest(*parts: bytes) -> bytes:
@@ -239,8 +239,7 @@ def answer_rekey(
     answered = signed_fields(identity, REKEYED_LABEL, (session.session, body), ephemeral.answer(ciphertext))
     transcript = transcript_digest(session.session, body, answered)
     sealed = session.seal(header, [answered])
-    identifier, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
-    session.rekey(identifier, send_key=down, receive_key=up)
+    session.rekey(derive_keys(transcript, x25519_secret, mlkem_secret, initiator=False))
     return sealed
 
 
@@ -260,5 +259,4 @@ def finish_rekey(state: Rekeying, peer_key: Ed25519PublicKey, session: Session, 
     fields = checked_fields(verified_fields(peer_key, REKEYED_LABEL, (state.session, state.body), body), WELCOME_FIELDS)
     x25519_secret, mlkem_secret = initiator_secrets(state.ephemeral, fields)
     transcript = transcript_digest(state.session, state.body, body)
-    identifier, up, down = derive_keys(transcript, x25519_secret, mlkem_secret)
-    session.rekey(identifier, send_key=up, receive_key=down)
+    session.rekey(derive_keys(transcript, x25519_secret, mlkem_secret, initiator=True))

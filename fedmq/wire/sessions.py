@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -102,6 +103,14 @@ class _Receiving:
     next: int = 0  # expected counter of the next message
 
 
+class SessionKeys(TypedDict):
+    """One side's keys of a session."""
+
+    session: bytes  # identifier, 16 bytes, which the header of each message names
+    send_key: bytes  # 32 bytes, the peer's receive key
+    receive_key: bytes  # 32 bytes, the peer's send key
+
+
 class Session:
     """One side's keys and counters of a connection; not thread-safe.
 
@@ -118,15 +127,13 @@ class Session:
         run: str,  # the run's name, the same on both sides
         name: str,  # this side's name
         peer: str,  # the other side's name
-        session: bytes,  # identifier, 16 bytes
-        send_key: bytes,  # 32 bytes, the peer's receive key
-        receive_key: bytes,  # 32 bytes, the peer's send key
         options: Wire = _NOTHING_HIDDEN,  # what of its messages this side hides
+        **keys: Unpack[SessionKeys],
     ) -> None:
         self.run, self.name, self.peer = run, name, peer
         self._hides, self._pads = options.hides, options.padding
         self.authentic = 0  # number of the peer's messages whose tag was right
-        self._receiving = self._use(session, send_key, receive_key)
+        self._receiving = self._use(**keys)
         self._coming: _Receiving | None = None
 
     def _use(self, session: bytes, send_key: bytes, receive_key: bytes) -> _Receiving:
@@ -137,15 +144,9 @@ class Session:
         self.size = 0
         return _Receiving(session, AESGCM(receive_key))
 
-    def rekey(self, session: bytes, send_key: bytes, receive_key: bytes) -> None:
-        """Use new keys for sending; the peer's messages may have the old ones until the first with the new ones.
-
-        Args:
-            session: the new identifier, 16 bytes, which the header of each message names.
-            send_key: 32 bytes.
-            receive_key: 32 bytes.
-        """
-        self._coming = self._use(session, send_key, receive_key)
+    def rekey(self, keys: SessionKeys) -> None:
+        """Use new keys for sending; the peer's messages may have the old ones until the first with the new ones."""
+        self._coming = self._use(**keys)
 
     @property
     def sent(self) -> int:

@@ -20,7 +20,7 @@ from fedmq.wire import (
     payloads,
     sessions,
 )
-from fedmq.wire.fields import Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
+from fedmq.wire.fields import Field, FloatMap, Names, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
 from fedmq.wire.transports import base, tickets
@@ -81,9 +81,7 @@ def describe(spec: Field) -> str:
             named = {fields.LAYER: "layer names", fields.NAME: "names", fields.LABEL: "label names"}
             return f"array of {spec.least} to {spec.most} {named[spec.pattern]}"
         case FloatMap():
-            return f"map of at most {spec.most} metric names to numbers"
-        case NestedFloatMap():
-            return f"map of at most {spec.most} names to such maps"
+            return f"map of at most {spec.most} {'names to such maps' if spec.inner else 'metric names to numbers'}"
 
 
 def words(pattern: re.Pattern[str]) -> str:

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import encode_body, encode_header
-from fedmq.wire.fields import LAYER, NAME, Field, FloatMap, Names, NestedFloatMap, Real, Tensor, Text, Whole, Word
+from fedmq.wire.fields import LAYER, NAME, Field, FloatMap, Names, Real, Tensor, Text, Whole, Word
 from fedmq.wire.layout import DTYPE, Layout
 from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import PAYLOADS, Loss, Payload, SiloModalities
@@ -68,9 +68,7 @@ def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any
         case Names():
             return st.lists(words(spec.pattern), min_size=1, max_size=5, unique=True).map(tuple)
         case FloatMap():
-            return st.dictionaries(words(spec.pattern), st.floats(allow_nan=False, allow_infinity=False), max_size=4)
-        case NestedFloatMap():
-            return st.dictionaries(words(spec.pattern), field_values(spec.inner, sizes), max_size=3)
+            return st.dictionaries(words(spec.pattern), field_values(spec.inner or Real(), sizes), max_size=4)
 
 
 def array_values(dtype: str, shape: tuple[int, ...], low: int) -> st.SearchStrategy[Any]:

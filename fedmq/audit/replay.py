@@ -41,6 +41,9 @@ _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 
+#: Before a key of the summary, the place of its value.
+_SUMMARY = "summary: "
+
 #: Keys of a silo in a summary that it stated about its data.
 _STATED = {"data_digest", "items"}
 
@@ -55,10 +58,9 @@ _MEASUREMENT = "measurement of version"
 class Record:
     """The part of a run that must be identical in its replay."""
 
-    digest: str  # digest of the released model
-    released_with: Mapping[str, str]  # digests of the payloads released with the model, by kind
-    files: Mapping[str, str]  # digests computed from the released files, by kind
-    figures: Mapping[str, object]  # values of the summary, by key
+    # What came out, by place: digests of the release as the summary has them and as its files give them, and values of
+    # the summary.
+    outcome: Mapping[str, object]
     # In order; those that a resumed coordinator discarded because they came after its checkpoint are left out.
     events: tuple[Mapping[str, Any], ...]
     # The distinct contents of each task and reply; more than one is an inconsistency.
@@ -70,6 +72,11 @@ class Record:
     resumed: int  # number of times the coordinator resumed from a checkpoint
     # Versions at which the run had ended before it was extended; they were evaluated in addition.
     ends: frozenset[int] = frozenset()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the released model."""
+        return str(self.outcome["model_digest"])
 
 
 @dataclass(frozen=True)
@@ -126,10 +133,7 @@ def read_record(folder: RunFolder) -> Record:
                 case _:
                     pass
     return Record(
-        digest=summary.model_digest,
-        released_with=summary.released_with,
-        files=_files(folder),
-        figures=_figures(summary),
+        outcome={**_released(folder, summary), **_figures(summary)},
         events=tuple(events),
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line.kind, line.version): _without_wall(line) for line in read_metrics(folder)},
@@ -144,20 +148,20 @@ def _without_wall(line: MetricsLine) -> MetricsLine:
     return type(line).model_validate(line.model_dump(exclude_unset=True, exclude={"wall"}))
 
 
-def _files(folder: RunFolder) -> dict[str, str]:
-    """Digests of the released payloads, computed from the files."""
+def _released(folder: RunFolder, summary: RunSummary) -> dict[str, object]:
+    """Digests of the release by place: those of the summary, and those computed from the files."""
     config = read_json(folder.model / "config.json", ReleaseConfig, "the configuration of a released model")
     layout, theta = parameters(folder.model / "model.safetensors", config.layout)
-    more = {
-        kind: digest(beside(folder.model / f"{kind}.safetensors", kind))
-        for kind in sorted(BESIDE.keys() & config.released_with.keys())
-    }
-    return {"model": layout.model_digest(theta), **more}
+    digests: dict[str, object] = {"model_digest": summary.model_digest, "released_with": summary.released_with}
+    digests["model/model.safetensors"] = layout.model_digest(theta)
+    for kind in sorted(BESIDE.keys() & config.released_with.keys()):
+        digests[f"model/{kind}.safetensors"] = digest(beside(folder.model / f"{kind}.safetensors", kind))
+    return digests
 
 
 def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
-    return {
+    figures = {
         **{name: plain.get(name) for name in _FIGURES},
         "per_silo": {
             name: silo.model_dump(exclude_unset=True, exclude=_STATED) for name, silo in summary.per_silo.items()
@@ -169,6 +173,7 @@ def _figures(summary: RunSummary) -> dict[str, object]:
         "seconds.virtual": summary.seconds.virtual,
         **{name: value for name, value in plain.items() if name.startswith("personal")},
     }
+    return {f"{_SUMMARY}{name}": value for name, value in sorted(figures.items())}
 
 
 def _sent(record: MessageRecord, present: Set[str]) -> tuple[Key, str] | None:
@@ -245,19 +250,12 @@ def _of_other_silos(before: MetricsLine | None, after: MetricsLine | None) -> bo
 
 def _outcome_difference(was: Record, now: Record) -> Difference | None:
     """First difference in the released files, or in the values of the summary."""
-    if was.digest != now.digest:
-        return Difference("model_digest", was.digest, now.digest)
-    if was.released_with != now.released_with:
-        return Difference("released_with", _shown(was.released_with), _shown(now.released_with))
-    for kind in sorted(was.files.keys() | now.files.keys()):
-        if was.files.get(kind) != now.files.get(kind):
-            place = f"model/{kind}.safetensors"
-            return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
-    for name in sorted(was.figures.keys() | now.figures.keys()):
-        before, after = was.figures.get(name), now.figures.get(name)
-        unstated = name == "stated" and not (_has_statements(was) and _has_statements(now))
-        if before != after and not unstated and not (name.startswith("personal") and was.measured != now.measured):
-            return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
+    for place in (*was.outcome, *sorted(now.outcome.keys() - was.outcome.keys())):
+        before, after = was.outcome.get(place), now.outcome.get(place)
+        unstated = place == f"{_SUMMARY}stated" and not (_has_statements(was) and _has_statements(now))
+        others_measured = place.startswith(f"{_SUMMARY}personal") and was.measured != now.measured
+        if before != after and not unstated and not others_measured:
+            return Difference(place, _shown(before), _shown(after))
     return None
 
 
@@ -277,7 +275,9 @@ def _under_way(key: Key, record: Record) -> bool:
     if kind in _OF_DATA:
         return True
     if kind == _MEASUREMENT:  # of a personal model: the run does not wait for an offline silo
-        return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
+        return silo != EVALUATOR and (
+            number == record.outcome[f"{_SUMMARY}versions"] or ("personal", number) in record.lines
+        )
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
     tasks = [
         sequence for sort, name, sequence in record.messages if (sort, name) == (Kind.TASK, silo) and sequence > over
@@ -299,8 +299,10 @@ def _shown_line(line: MetricsLine | None) -> str:
     return _shown(None if line is None else line.plain())
 
 
-def _shown(facts: Mapping[str, Any] | None) -> str:
-    return "nothing" if facts is None else json.dumps(facts, sort_keys=True)
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return value or "nothing"
+    return json.dumps(value, sort_keys=True)
 
 
 _DIGITS = 12  # of a digest in a message

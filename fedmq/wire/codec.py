@@ -21,7 +21,7 @@ from blake3 import blake3
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.profiling import span
 from fedmq.wire.compression import FORMS, Compressed, decoded
-from fedmq.wire.fields import Field, FieldError, FloatMap, Names, NestedFloatMap, Real, Tensor, shown
+from fedmq.wire.fields import Field, FieldError, FloatMap, Names, Real, Tensor, shown
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import (
     MAX_PAYLOADS,
@@ -236,9 +236,7 @@ def _plain(spec: Field, value: Any) -> Any:
         case Names():
             return list(value)
         case FloatMap():
-            return {name: float(number) for name, number in value.items()}
-        case NestedFloatMap():
-            return {name: _plain(spec.inner, numbers) for name, numbers in value.items()}
+            return {name: _plain(spec.inner or Real(), each) for name, each in value.items()}
         case _:
             return value
 
@@ -398,7 +396,7 @@ def _as_decoded(spec: Field, value: Any) -> Any:
     match spec:
         case Real():
             return float(value)
-        case FloatMap() | NestedFloatMap():
+        case FloatMap():
             return dict(sorted(_plain(spec, value).items()))
         case _:
             return value

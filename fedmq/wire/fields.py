@@ -203,35 +203,20 @@ class Names:
 
 @dataclass(frozen=True)
 class FloatMap:
-    """A mapping of at most ``most`` names to finite floats."""
+    """A mapping of at most ``most`` names to finite floats, or each to an ``inner`` mapping of floats."""
 
     most: int
     pattern: re.Pattern[str]
+    inner: FloatMap | None = None  # there is no deeper nesting
 
-    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
-        """Check count, names and numbers."""
+    def check(self, place: str, value: object, _dims: dict[str, int] | None = None) -> None:
+        """Check count, names and numbers, or the inner mappings."""
         if not isinstance(value, Mapping) or len(value) > self.most:
-            raise FieldError(f"{place}: not a mapping of at most {self.most} numbers")
-        for name, number in value.items():
+            raise FieldError(f"{place}: not a mapping of at most {self.most} {'mappings' if self.inner else 'numbers'}")
+        of_each = self.inner or _FINITE
+        for name, each in value.items():
             check_name(place, name, self.pattern)
-            _FINITE.check(f"{place}.{name}", number)
+            of_each.check(f"{place}.{name}", each)
 
 
-@dataclass(frozen=True)
-class NestedFloatMap:
-    """A mapping of at most ``most`` names to :class:`FloatMap`; there is no deeper nesting."""
-
-    most: int
-    pattern: re.Pattern[str]
-    inner: FloatMap
-
-    def check(self, place: str, value: object, dims: dict[str, int]) -> None:
-        """Check count, names and the inner mappings."""
-        if not isinstance(value, Mapping) or len(value) > self.most:
-            raise FieldError(f"{place}: not a mapping of at most {self.most} mappings")
-        for name, numbers in value.items():
-            check_name(place, name, self.pattern)
-            self.inner.check(f"{place}.{name}", numbers, dims)
-
-
-Field: TypeAlias = Tensor | Whole | Real | Word | Text | Names | FloatMap | NestedFloatMap
+Field: TypeAlias = Tensor | Whole | Real | Word | Text | Names | FloatMap

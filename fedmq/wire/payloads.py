@@ -30,7 +30,6 @@ from fedmq.wire.fields import (
     FieldError,
     FloatMap,
     Names,
-    NestedFloatMap,
     Real,
     Tensor,
     Text,
@@ -117,7 +116,7 @@ _SAMPLES = Whole(0, I63)
 _MASK = Whole(0, IMAGE | TEXT)
 _BULK = Tensor(("float32",), ("n",), bulk=True)
 _METRICS = FloatMap(256, METRIC)
-_METRICS_BY_SILO = NestedFloatMap(1024, NAME, _METRICS)
+_METRICS_BY_SILO = FloatMap(1024, NAME, _METRICS)
 
 
 @payload("model")

@@ -318,22 +318,6 @@ class PolicyGuard:
         self._rule, self._places = policy.rule(silo, "up")
         self._sent = sent
 
-    def require(self, needed: Sequence[str], file: Path) -> None:
-        """Check that the policy allows the payload kinds without which the silo cannot take part.
-
-        Args:
-            needed: the kinds.
-            file: the policy, for the error.
-
-        Raises:
-            InputError: its list of kinds lacks some of them.
-        """
-        missing = [kind for kind in needed if self._rule.kinds is not None and kind not in self._rule.kinds]
-        if missing:
-            place, problem = f"{file}: {self._places.get('kinds', 'up.kinds')}", f"a list without {', '.join(missing)}"
-            allowed = f"a list with {', '.join(needed)}, which this silo has to send in this run"
-            raise InputError(place, problem, f"{allowed}; or do not start it")
-
     def broken(self, payloads: Sequence[Payload]) -> list[str]:
         """The limits that a message with these payloads would break, one line each; nothing is counted as sent."""
         least = sum(map(tensor_bytes, payloads))  # the frames add some hundred bytes
@@ -420,6 +404,10 @@ def guard_of(
         for _, record in read_log(log):
             if isinstance(record, MessageRecord) and record.action == "sent" and counts_in_all(record.payloads):
                 sent += record.bytes
-    guard = PolicyGuard(read_policy(file), silo, sent, report)
-    guard.require(needed, file)
-    return guard
+    policy = read_policy(file)
+    rule, places = policy.rule(silo, "up")
+    if missing := [kind for kind in needed if rule.kinds is not None and kind not in rule.kinds]:
+        problem, allowed = f"a list without {', '.join(missing)}", f"a list with {', '.join(needed)}"
+        allowed += ", which this silo has to send in this run; or do not start it"
+        raise InputError(f"{file}: {places['kinds']}", problem, allowed)
+    return PolicyGuard(policy, silo, sent, report)

@@ -225,8 +225,7 @@ class MessageLog:
             digests=[digest(payload) for payload in message.payloads],
             bytes=size,
             tag=tag,
-            **({} if message.head is None else {"head": message.head.hex()}),
-            **({} if decoded is None else {"decoded": decoded}),
+            **_given(head=None if message.head is None else message.head.hex(), decoded=decoded),
         )
 
     def handshake(self, action: Literal["sent", "received"], kind: Kind, peer: str, size: int) -> None:
@@ -257,7 +256,7 @@ class MessageLog:
             The number of the record.
         """
         encodable = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        return self._append(NoteRecord, action="note", event=event, **_cause(caused_by), **encodable)
+        return self._append(NoteRecord, action="note", event=event, **_given(caused_by=caused_by), **encodable)
 
     def event(
         self,
@@ -280,7 +279,7 @@ class MessageLog:
             now=now,
             version=version,
             number=number,
-            **_cause(caused_by),
+            **_given(caused_by=caused_by),
         )
 
     def close(self) -> None:
@@ -307,10 +306,6 @@ class MessageLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _cause(caused_by: int | None) -> dict[str, int]:
-    return {} if caused_by is None else {"caused_by": caused_by}
 
 
 def _encodable(text: str) -> str:

@@ -196,21 +196,16 @@ def test_a_running_process_sees_keys_that_come_and_go(tmp_path: Path) -> None:
     assert accepted.refresh() == []
 
 
-def test_a_replaced_key_is_no_longer_accepted(tmp_path: Path) -> None:
-    init_keys(tmp_path, ("coordinator", "silo-00"))
-    accepted = load_accepted(tmp_path)
+def test_a_replaced_or_damaged_key_and_a_removed_one_are_no_longer_accepted(tmp_path: Path) -> None:
+    init_keys(tmp_path, ("coordinator", "silo-00", "silo-01"))
     init_keys(tmp_path / "other", ("coordinator", "silo-00"))
-    (tmp_path / "accepted" / "silo-00.pub").write_bytes((tmp_path / "other/accepted/silo-00.pub").read_bytes())
+    accepted, folder = load_accepted(tmp_path), tmp_path / "accepted"
+    (folder / "silo-00.pub").write_bytes((tmp_path / "other/accepted/silo-00.pub").read_bytes())
     assert accepted.refresh() == ["silo-00"]
     assert accepted["silo-00"] == load_accepted(tmp_path / "other")["silo-00"]
     assert accepted.refresh() == []
-
-
-def test_a_damaged_key_does_not_keep_a_removed_one_accepted(tmp_path: Path) -> None:
-    init_keys(tmp_path, ("coordinator", "silo-00", "silo-01"))
-    accepted = load_accepted(tmp_path)
-    (tmp_path / "accepted" / "silo-01.pub").write_bytes(b"not a key")
-    (tmp_path / "accepted" / "silo-00.pub").unlink()
+    (folder / "silo-01.pub").write_bytes(b"not a key")
+    (folder / "silo-00.pub").unlink()
     assert accepted.refresh() == ["silo-00"]
     assert set(accepted) == {"coordinator", "silo-01"}
     assert "silo-01.pub" in accepted.problem

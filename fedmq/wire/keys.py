@@ -336,12 +336,11 @@ def new_key(directory: Path, name: str, passphrase: bytes | None = None, *, repl
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path, key = directory / f"{name}.key", Ed25519PrivateKey.generate()
-    if path.exists() and not replace:
-        raise InputError(str(path), "an existing key", "--replace, which makes a new one in its place, or another name")
     if replace:
         write_atomically(path, lambda temporary: _write(temporary, _private_pem(key, passphrase), 0o600))
     else:
-        _write(path, _private_pem(key, passphrase), 0o600)
+        allowed = "--replace, which makes a new one in its place, or another name"
+        _write(path, _private_pem(key, passphrase), 0o600, allowed)
     return Identity(name, key)
 
 
@@ -458,7 +457,7 @@ def public_pem(key: Ed25519PublicKey) -> bytes:
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-def _write(path: Path, raw: bytes, mode: int) -> None:
+def _write(path: Path, raw: bytes, mode: int, allowed: str = "a folder without that key") -> None:
     """Create a file with ``mode`` from the start; a failed write leaves no file.
 
     Raises:
@@ -469,7 +468,7 @@ def _write(path: Path, raw: bytes, mode: int) -> None:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         except FileExistsError:
-            raise InputError(str(path), "an existing key", "a folder without that key") from None
+            raise InputError(str(path), "an existing key", allowed) from None
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(raw)

@@ -24,7 +24,7 @@ from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received
-from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener, check_number
+from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -90,7 +90,7 @@ class ZeroMQListener(Listener):
             self._admission.heard(self._descriptors[peer], key)
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
-        check_number(frames)
+        _require_two(frames)
         return peer, [frame.buffer for frame in rest]
 
     @override
@@ -175,7 +175,7 @@ class ZeroMQConnection(Connection):
             return None
         self._mark = self._brought()
         frames, number = received
-        check_number(number)
+        _require_two(number)
         return [frame.buffer for frame in frames]
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -412,6 +412,11 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | 
 def _milliseconds(timeout_s: float | None) -> int | None:
     # Rounded up, so that waits below one millisecond do not become a busy loop.
     return None if timeout_s in (None, math.inf) else max(0, math.ceil(timeout_s * 1000))
+
+
+def _require_two(frames: int) -> None:
+    if frames != FRAMES:
+        raise RemoteWireError(Reason.MALFORMED, f"{frames} frames, expected {FRAMES}")
 
 
 def _received(socket: zmq.Socket[bytes], most: int) -> tuple[list[zmq.Frame], int] | None:

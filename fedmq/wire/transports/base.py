@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import MAX_BODY, BytesLike
-from fedmq.wire.messages import Reason
 from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
@@ -162,13 +160,3 @@ class Transport:
     # the largest frame accepted from a peer [bytes], ``queue`` the number of messages queued per peer and direction.
     # ``listen`` and ``connect`` receive only URIs that ``check`` has accepted.
     admits: bool = False
-
-
-def check_number(found: int) -> None:
-    """Check the number of frames of a peer's message.
-
-    Raises:
-        RemoteWireError: reason ``malformed``: not two.
-    """
-    if found != FRAMES:
-        raise RemoteWireError(Reason.MALFORMED, f"{found} frames, expected {FRAMES}")

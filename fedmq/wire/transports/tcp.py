@@ -25,46 +25,44 @@ def _check(uri: str, place: str, listening: bool) -> None:
         raise InputError(place, uri, "a port from 1 to 65535")
 
 
+def _families(host: str) -> set[int]:
+    """The families of the addresses of a host, e.g. AF_INET6; none of a name that this machine cannot resolve."""
+    try:
+        return {found[0] for found in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one above 63 characters
+        return set()
+
+
 def unknown_host(uri: str) -> str:
     """The host of a URI of this scheme, if it is a name that this machine cannot resolve; otherwise empty."""
     match = _TCP.fullmatch(uri)
-    if match is None:
-        return ""
-    host = match.group(1)
-    try:
-        socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError: an empty label, or one above 63 characters
-        return host
-    return ""
+    return "" if match is None or _families(match.group(1)) else match.group(1)
 
 
 def _listen(uri: str, max_frame: int, queue: int, keys: ListenerKeys | None = None) -> Listener:
-    host = uri.removeprefix("tcp://").rpartition(":")[0]
+    host = _host(uri)
     interfaces = [name for _, name in socket.if_nameindex()]  # ZeroMQ knows them, too
-    if host not in ("*", *interfaces) and unknown_host(uri):
+    if host not in ("*", *interfaces) and not _families(host):
         found = f"the name {host}, which is unknown on this machine"
         raise InputError(uri, found, "an address or a name of this machine, or * for all of its addresses")
-    return _zeromq.bind(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
+    return _zeromq.bind(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(host))
 
 
 def _connect(uri: str, max_frame: int, queue: int, keys: ConnectionKeys | None = None) -> Connection:
-    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(uri))
+    return _zeromq.dial(uri, max_frame, queue, keys=keys, ipv6=_needs_ipv6(_host(uri)))
 
 
-def _needs_ipv6(uri: str) -> bool:
-    """Whether a URI has an IPv6 address, all interfaces, or a name that has IPv6 addresses only.
+def _host(uri: str) -> str:
+    return uri.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _needs_ipv6(host: str) -> bool:
+    """Whether a host is an IPv6 address, all interfaces, or a name that has IPv6 addresses only.
 
     With its option for IPv6, ZeroMQ uses only the IPv6 addresses of a name that has both kinds, without it only the
     others.
     """
-    host = uri.removeprefix("tcp://").rpartition(":")[0]
-    if host == "*" or host.startswith("["):
-        return True
-    try:
-        families = {found[0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):
-        return False
-    return families == {socket.AF_INET6}
+    return host == "*" or host.startswith("[") or _families(host) == {socket.AF_INET6}
 
 
 TRANSPORT = Transport(_FORM, _check, _listen, _connect, admits=True)

@@ -7,7 +7,7 @@ import io
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -26,8 +26,6 @@ from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payloads import Metrics
 
-_COLUMNS = ("run", "method", "started", "ended", "process", "modalities", "direction", "kind", "round", "first", "last",
-            "payloads", "bytes")  # fmt: skip
 #: Findings on the page; the JSON of the command has all.
 _FINDINGS = 1000
 
@@ -171,7 +169,7 @@ def table(audit: Audit) -> str:
     facts = _facts(audit)
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(_COLUMNS)
+    writer.writerow([*facts, *(column.name for column in fields(Flow))])
     for flow in flows_of(audit):
         writer.writerow([csv_cell(str(value)) for value in (*facts.values(), *vars(flow).values())])
     return text.getvalue()

@@ -29,13 +29,14 @@ from fedmq.wire.messages import COORDINATOR, Kind, Reason
 #: Notes that a process may write before it has a session.
 _BEFORE_A_SESSION = (LogEvent.STARTED, LogEvent.HELLO_REFUSED)
 #: What was wrong, for the reasons that the coordinator gives to a process that it does not know.
-_WORDS = {Reason.UNKNOWN_SENDER: "unknown key", Reason.WRONG_RUN: "another scenario"}
+_WORDS: Mapping[str, str] = {Reason.UNKNOWN_SENDER: "unknown key", Reason.WRONG_RUN: "another scenario"}
 
 
 @dataclass
 class Start:
     """A start of a process, and what its log says until the next one."""
 
+    process: str
     place: str
     runs: dict[str, str] = field(default_factory=dict)  # first place of every run that its records name
     declared: StartRecord | None = None  # what the process declared, if the log has it
@@ -72,7 +73,7 @@ class Starts:
         noted = isinstance(record, NoteRecord) and record.event is LogEvent.STARTED
         again = isinstance(record, StartRecord) and starts and starts[-1].declared is not None
         if noted or again or not starts:
-            starts.append(Start(place))
+            starts.append(Start(process, place))
         starts[-1].take(place, record)
         if not _without_session(record):
             # A session belongs to the key that was declared last, even if a note of another start stands between.
@@ -81,19 +82,14 @@ class Starts:
                 if start.declared is not None:
                     break
 
-    def all(self) -> Iterator[tuple[str, Start]]:
-        """Every start with its process."""
-        for process, starts in self.of.items():
-            for start in starts:
-                yield process, start
+    def all(self) -> list[Start]:
+        """Every start."""
+        return [start for starts in self.of.values() for start in starts]
 
-    def set_aside(self, intact: Collection[str]) -> list[tuple[str, Start]]:
-        """The starts at which nothing was exchanged, by process; in a log whose chain is not intact, all count."""
-        return [
-            (process, start)
-            for process, start in self.all()
-            if process != COORDINATOR and process in intact and not start.joined
-        ]
+    def set_aside(self, intact: Collection[str]) -> list[Start]:
+        """The starts at which nothing was exchanged; in a log whose chain is not intact, all count."""
+        others = set(intact) - {COORDINATOR}
+        return [start for start in self.all() if start.process in others and not start.joined]
 
 
 def _without_session(record: LogRecord) -> bool:
@@ -109,7 +105,7 @@ def _without_session(record: LogRecord) -> bool:
 
 
 def refused_starts(
-    aside: Collection[tuple[str, Start]], deviating: Collection[str], refusals: Mapping[str, int] | None
+    aside: Collection[Start], deviating: Collection[str], refusals: Mapping[str, int] | None
 ) -> Iterator[str]:
     """A sentence for each process that was refused before it joined, or was stopped before it got an answer.
 
@@ -117,21 +113,20 @@ def refused_starts(
     refused messages in the coordinator's log by reason, None without that log.
     """
     by_process: dict[str, list[Start]] = {}
-    for process, start in aside:
+    for start in aside:
         if start.refused or {*start.runs.values(), start.declared_at} & set(deviating):
-            by_process.setdefault(process, []).append(start)
+            by_process.setdefault(start.process, []).append(start)
     for process, starts in sorted(by_process.items()):
         reasons = dict.fromkeys(reason for start in starts for reason in start.refused)
-        why = ", ".join(map(_word, reasons)) or "no answer, and another key or scenario"
+        why = (
+            ", ".join(_WORDS.get(reason, reason.replace("_", " ")) for reason in reasons)
+            or "no answer, and another key or scenario"
+        )
         places = ", ".join(start.place for start in starts)
         line = f"{process} was not admitted at {counted(len(starts), 'start')}: {why} ({places}); nothing was exchanged"
         if reasons and refusals is not None and not all(refusals.get(reason) for reason in reasons):
             line += "; the coordinator's log has no such refusal, so it may have asked another coordinator"
         yield line
-
-
-def _word(reason: str) -> str:
-    return _WORDS.get(Reason(reason), reason.replace("_", " ")) if reason in set(Reason) else reason
 
 
 #: What the coordinator's notes say about a peer.

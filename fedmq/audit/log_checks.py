@@ -255,7 +255,7 @@ def _compare_with_folder(
     files: RunFiles,
     facts: _Logs,
     accepted: Mapping[str, Set[str]] | None,
-    aside: Sequence[tuple[str, Start]],
+    aside: Sequence[Start],
     result: Audit,
 ) -> None:
     """Compare the logs with the run folder, and what processes declared with each other.
@@ -268,7 +268,7 @@ def _compare_with_folder(
     finished = files.finished or facts.course.ended is not None
     ended = ({COORDINATOR} | facts.course.stopped) - set(result.written) if finished else set[str]()
     findings += facts.signed.compare(files, data, accepted, ended=ended, inline=result.inline)
-    without = {place for _, start in aside for place in (*start.runs.values(), start.declared_at)}
+    without = {place for start in aside for place in (*start.runs.values(), start.declared_at)}
     result.findings += [finding for finding in findings if finding.place not in without]
     refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in result.signatures else None
     deviating = {finding.place for finding in findings}

@@ -130,15 +130,15 @@ def _same_run(folder: RunFolder, files: RunFiles, course: LoggedRun) -> Iterator
     else:
         if files.finished:
             yield Finding(Cause.DECLARED, str(folder.scenario), f"no such file next to {folder.summary.name}")
-        named = [run for _, start in course.starts.all() for run in start.runs]
+        named = [run for start in course.starts.all() for run in start.runs]
         if not named:
             return
         expected, source = named[0], "the first record"
     reported = set[tuple[str, str, bool]]()
-    for process, start in course.starts.all():
+    for start in course.starts.all():
         for run, place in start.runs.items():
-            if run != expected and (process, run, start.joined) not in reported:
-                reported.add((process, run, start.joined))
+            if run != expected and (start.process, run, start.joined) not in reported:
+                reported.add((start.process, run, start.joined))
                 yield Finding(Cause.DECLARED, place, f"of the run {run}, but {source} is of {expected}")
 
 

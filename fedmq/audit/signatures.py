@@ -163,14 +163,14 @@ class SignatureChecks:
                     self.found.append(Finding(Cause.SIGNATURE, place, what))
         log.add(record)
 
-    def settle(self, aside: Collection[tuple[str, Start]]) -> None:
+    def settle(self, aside: Collection[Start]) -> None:
         """Find which keys are the run's, once all logs have been read.
 
         A peer's word decides, if there is one: the coordinator accepts the keys of all, and they accept the
         coordinator's. ``aside`` are the starts that were refused before the process joined.
         """
         for process, log in self.logs.items():
-            log.aside = frozenset(start.declared_at for name, start in aside if name == process)
+            log.aside = frozenset(start.declared_at for start in aside if start.process == process)
             log.trusted = frozenset(start.key for _, start in log.joined) or frozenset(log.keys)
         for process, log in sorted(self.logs.items(), key=lambda item: item[0] != COORDINATOR):
             accepted = self._accepted()

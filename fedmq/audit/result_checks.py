@@ -11,7 +11,7 @@ from typing import TypeVar
 from fedmq.audit.events import Starts
 from fedmq.audit.findings import Cause, Finding, damaged, wrong_result
 from fedmq.errors import InputError
-from fedmq.evaluation.metrics import is_known, objection
+from fedmq.evaluation.metrics import objection
 from fedmq.evaluation.recall import fairness_of, means, weighted_means
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.run_records import (
@@ -337,13 +337,12 @@ def _check_means(
             yield wrong_result(place, f"{name} does not match the metrics it is computed from")
 
 
-def out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Finding]:
-    """Find values out of their metric's bounds; only the summary describes the user's own metrics."""
-    custom_metrics = () if summary is None else tuple(summary.custom_metrics.values())
+def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary) -> Iterator[Finding]:
+    """Find values of metrics that the run does not measure, and values out of the bounds of the user's own metrics."""
+    custom_metrics = tuple(summary.custom_metrics.values())
     for line in lines:
         for values in _measured(line):
-            known = values if summary else {name: value for name, value in values.items() if is_known(name)}
-            if (wrong := objection(known, custom_metrics)) is not None:
+            if (wrong := objection(values, custom_metrics)) is not None:
                 yield wrong_result(place, f"an impossible metric of version {line.version}: {wrong}")
 
 
@@ -383,6 +382,7 @@ def check_summary(
             )
     if summary.tasks.merged != merged.total():
         yield wrong_result(place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}")
+    yield from _out_of_bounds(str(folder.metrics), lines, summary)
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
     yield from _check_means(place, summary, _personal_means(summary))
     if not inline:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from fedmq.audit.findings import Cause, Finding, damaged, wrong_result
-from fedmq.audit.result_checks import LoggedRun, check_agreement, check_metrics, check_summary, out_of_bounds
+from fedmq.audit.result_checks import LoggedRun, check_agreement, check_metrics, check_summary
 from fedmq.config.resolve import load
 from fedmq.config.run_id import name_of
 from fedmq.config.yaml_files import read_yaml
@@ -116,7 +116,6 @@ def check_run_folder(
         yield from check_metrics(folder, course, files.lines, inline=inline)
         if not inline:
             yield from check_agreement(folder, course, summary)
-        yield from out_of_bounds(str(folder.metrics), files.lines, summary)
         if summary is not None:
             yield from check_summary(folder, course, files.lines, summary, inline=inline)
 

@@ -15,8 +15,9 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.clock import WallClock
 from fedmq.wire.keys import Identity
 from fedmq.wire.message_log import MessageLog, StartFacts
-from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.messages import Message
 from fedmq.wire.payloads import Delta
+from tests.wire_examples import header
 
 NAMES = ("coordinator", "silo-00", "silo-01", "silo-02", "silo-03")
 KEYS = {name: Ed25519PrivateKey.from_private_bytes(bytes([number] * 32)) for number, name in enumerate(NAMES)}
@@ -24,18 +25,9 @@ FACTS = StartFacts("r", "0" * 64, "rcsr", {"clip_norm": None}, "d")
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
-    header = Header(
-        run="r",
-        kind=Kind.REPLY,
-        sender=sender,
-        receiver=receiver,
-        sequence=counter,
-        reply_to=counter,
-        sent_at=1.5,
-        session=b"s" * 16,
-        counter=counter,
-    )
-    return Message(header, (Delta("0" * 64, np.zeros(5, np.float32), 3),))
+    numbers = {"sequence": counter, "reply_to": counter, "counter": counter}
+    sent = header(run="r", sender=sender, receiver=receiver, session=b"s" * 16, **numbers)
+    return Message(sent, (Delta("0" * 64, np.zeros(5, np.float32), 3),))
 
 
 @contextmanager

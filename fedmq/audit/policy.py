@@ -245,16 +245,9 @@ def counts_in_all(payloads: Sequence[tuple[str, int]]) -> bool:
 def broken_limits(
     payloads: Sequence[tuple[str, int]], size: int, rule: Rule, places: Mapping[str, str]
 ) -> Iterator[tuple[WithheldBy, str | None, int, str]]:
-    """The limits that a message breaks.
+    """The limits that a message with payloads of these kinds and sizes, and of a size in all [bytes], breaks.
 
-    Args:
-        payloads: kind and bytes of tensors of each.
-        size: total size of all its frames [bytes].
-        rule: the limits.
-        places: places of the rule's keys in the policy file.
-
-    Yields:
-        The broken limit, the kind of payload (None for the message as a whole), bytes, and what is allowed.
+    Yields the broken limit, the kind of payload (None for the message as a whole), bytes, and what is allowed.
     """
     for kind, bytes_ in payloads:
         # A refusal says that a policy was kept, in two fixed words.

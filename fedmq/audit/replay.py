@@ -177,12 +177,7 @@ def _figures(summary: RunSummary) -> dict[str, object]:
 
 
 def _sent(record: MessageRecord, present: Set[str]) -> tuple[Key, str] | None:
-    """Key and content of a task or reply that its process sent, or received from one whose log is missing; else None.
-
-    Args:
-        record: a message in the process's log.
-        present: names of the processes whose logs are present; those of sites may not have been collected.
-    """
+    """Key and content of a task or reply that its process sent, or received from one whose log is not present."""
     header = record.header
     if record.action != "sent" and header.sender in present:
         return None
@@ -198,12 +193,7 @@ def _sent(record: MessageRecord, present: Set[str]) -> tuple[Key, str] | None:
 
 
 def first_difference(was: Record, now: Record) -> Difference | None:
-    """The first difference in the order of events, or None.
-
-    Args:
-        was: the run.
-        now: its replay.
-    """
+    """The first difference of a run and its replay in the order of events, or None."""
     return _event_difference(was, now) or _other_difference(was, now) or _outcome_difference(was, now)
 
 
@@ -265,12 +255,7 @@ def _has_statements(record: Record) -> bool:
 
 
 def _under_way(key: Key, record: Record) -> bool:
-    """Whether a message was in transit when the run ended; whether such a message is logged depends on real time.
-
-    Args:
-        key: key of a message that only one of the two runs has.
-        record: record of the run that has it.
-    """
+    """Whether a message that only this run has was in transit at its end, so that real time decided on its record."""
     kind, silo, number = key
     if kind in _OF_DATA:
         return True

@@ -279,14 +279,8 @@ def _decode_body(
 def _decode_payload(row: object, body: memoryview, end: int, room: int) -> tuple[Payload, int, int]:
     """Decode a payload from its ``[kind, fields]`` and its tensors, which start at or after byte ``end`` of the body.
 
-    Args:
-        row: the payload's ``[kind, fields]``.
-        body: the whole body.
-        end: end of the part before [bytes].
-        room: how much memory compressed tensors may take once decoded [bytes].
-
-    Returns:
-        The payload, the end of its last tensor [bytes], and the room that it leaves.
+    Returns the payload, the end of its last tensor, and the room [bytes] that it leaves: how much memory compressed
+    tensors may take once decoded.
     """
     if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not str or row[0] not in PAYLOADS:
         raise FieldError("payloads: an entry is not [known kind, fields]")

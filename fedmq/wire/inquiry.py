@@ -92,12 +92,7 @@ def ask_status(
 
 
 def _answer(connection: Connection, uri: str, identity: Identity, until: float) -> list[memoryview]:
-    """The frames of the coordinator's next message.
-
-    Raises:
-        InputError: the connection is not admitted.
-        NoAnswerError: there is none before ``until``, on the monotonic clock.
-    """
+    """The frames of the coordinator's next message before ``until``, on the monotonic clock."""
     while time.monotonic() < until:
         frames = connection.receive(_STEP_SECONDS)
         if frames is not None:
@@ -135,12 +130,7 @@ class _Answer(Stored):
 
 
 def differing_keys(answer: str, scenario: Mapping[str, object]) -> tuple[str, ...]:
-    """Keys of which the coordinator has another value; none if it does not tell.
-
-    Args:
-        answer: the JSON of its status.
-        scenario: this side's scenario as plain data.
-    """
+    """Keys of which the coordinator has another value, by the JSON of its status; none if it does not tell."""
     try:
         facts = _Answer.model_validate_json(answer).coordinator
     except ValidationError:
@@ -219,14 +209,7 @@ def foreign_listener(uri: str, accepted: Accepted) -> str:
 
 
 def refused_handshake(uri: str, identity: Identity, refusal: HelloRefusedError, differing: str) -> str:
-    """The line about a coordinator that refuses the handshake.
-
-    Args:
-        uri: URI at which it listens.
-        identity: this process.
-        refusal: its answer.
-        differing: keys of the scenario with other values there, if known.
-    """
+    """The line about a coordinator that refuses the handshake; ``differing`` are keys with other values there."""
     match refusal.reason:
         case Reason.UNKNOWN_SENDER:
             ask = f"its operator accepts it with `fedmq keys accept` ({words(identity)})"

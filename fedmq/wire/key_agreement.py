@@ -174,13 +174,7 @@ class Rekeying:
 
 
 def rekey_due(session: Session, limits: Wire, seconds: float) -> bool:
-    """Whether a session needs new keys.
-
-    Args:
-        session: the session.
-        limits: the limits of the current keys.
-        seconds: real time since the session received them [s].
-    """
+    """Whether a session needs new keys, a real time [s] after it received the current ones."""
     return (
         seconds >= 3600 * limits.rekey_hours
         or session.sent + session.received >= limits.rekey_messages

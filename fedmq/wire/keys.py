@@ -458,12 +458,7 @@ def public_pem(key: Ed25519PublicKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, mode: int, allowed: str = "a folder without that key") -> None:
-    """Create a file with ``mode`` from the start; a failed write leaves no file.
-
-    Raises:
-        InputError: it already exists, or its folder cannot be written.
-        RunError: the disk is full or broken.
-    """
+    """Create a file with ``mode`` from the start; a failed write leaves no file."""
     with writing(path):
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

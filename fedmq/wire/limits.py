@@ -86,11 +86,7 @@ _MAX_SESSIONS = 4096
 
 
 class RefusalLog:
-    """Refusals of frames whose sender is unproven; anyone who reaches the port can cause them at any rate.
-
-    Args:
-        log: the message log of this process.
-    """
+    """Refusals of frames whose sender is unproven; anyone who reaches the port can cause them at any rate."""
 
     def __init__(self, log: MessageLog, clock: Clock) -> None:
         self._log, self._clock = log, clock
@@ -99,13 +95,7 @@ class RefusalLog:
         self._unlogged = 0
 
     def add(self, connection: bytes, error: RemoteWireError, size: int) -> None:
-        """Log a refusal, or count it if enough of them have been logged in this minute.
-
-        Args:
-            connection: identifies the connection on which the frames arrived.
-            error: why they were refused.
-            size: size of the frames [bytes].
-        """
+        """Log a refusal of frames of a size [bytes], or count it if enough have been logged in this minute."""
         now = self._clock.stopwatch()
         if now - self._began >= _WINDOW_SECONDS:
             self.flush()

@@ -285,13 +285,7 @@ def record_of(line: bytes) -> LogRecord | None:
 
 
 def _with_header_object(value: Mapping[str, Any]) -> dict[str, object]:
-    """The fields of a message's record, with those of its header replaced by a Header.
-
-    Raises:
-        KeyError: a field is missing.
-        TypeError, ValueError: a field is invalid.
-        FieldError: likewise.
-    """
+    """The fields of a message's record, with those of its header replaced by a Header."""
     kind, session = Kind(value["kind"]), str(value["session"])
     if kind in (Kind.HELLO, Kind.WELCOME, Kind.READY) or len(session) != 2 * SESSION_BYTES:
         raise ValueError("not a message of a session")
@@ -369,12 +363,7 @@ class SentPayloads:
 
 
 def sent_payloads(messages: Iterable[MessageRecord], logged: Container[str]) -> SentPayloads:
-    """Count the payloads that each process sent, from its own log, or from the receiver's if its own is missing.
-
-    Args:
-        messages: messages as each end logged them.
-        logged: processes whose logs are available.
-    """
+    """Count the payloads that each process sent, from its own log, or from the receiver's if it is not ``logged``."""
     counted = SentPayloads()
     for record in messages:
         sender = record.header.sender

@@ -347,9 +347,7 @@ class KnownKeys:
 
     @classmethod
     def load(cls, directory: Path) -> KnownKeys:
-        """Read a folder of keys.
-
-        A process that made its own key in this folder, as the coordinator does, is known by that key.
+        """Read a folder of keys; a process that made its own key there, as the coordinator does, is known by it.
 
         Raises:
             InputError: the folder has no keys, or a file is damaged.

@@ -119,10 +119,6 @@ class StaleSessions:
 
     A restart leaves such messages in the peers' queues. They are dropped like any message without a session. So are
     those that arrived before their connection broke, but are read after this process could not send to their peer.
-
-    Args:
-        log: the message log of this process.
-        restarted: whether there was an earlier process.
     """
 
     def __init__(self, log: MessageLog, clock: Clock, *, restarted: bool) -> None:

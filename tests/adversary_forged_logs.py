@@ -20,7 +20,8 @@ from fedmq.wire.log_records import (
     sealed,
     signed_statement,
 )
-from fedmq.wire.messages import Header, Kind, Reason
+from fedmq.wire.messages import Kind, Reason
+from tests.wire_examples import header
 
 
 def lines(run: Path, process: str) -> list[str]:
@@ -91,22 +92,13 @@ def message_record(
         counter: of the frame in its session.
         frames: bytes of all its frames.
     """
-    header = Header(
-        run="run-0",
-        kind=kind,
-        sender=sender,
-        receiver="silo-00" if sender == "coordinator" else "coordinator",
-        sequence=1,
-        sent_at=0.0,
-        reply_to=1,
-        session=b"s" * 16,
-        counter=counter,
-    )
+    receiver = "silo-00" if sender == "coordinator" else "coordinator"
+    ends = {"run": "run-0", "kind": kind, "sender": sender, "receiver": receiver}
     return sealed(
         MessageRecord,
         **{**_FIRST, "process": sender},
         action="sent",
-        header=header,
+        header=header(**ends, sequence=1, reply_to=1, session=b"s" * 16, counter=counter),
         payloads=[(name, size) for name, size, _ in payloads],
         digests=[hashlib.sha256(content.encode()).hexdigest() for _, _, content in payloads],
         bytes=frames,

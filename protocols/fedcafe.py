@@ -187,6 +187,7 @@ class FedCafe(FederatedProtocol):
         "weight_largest": aggregation.LARGEST_WEIGHT,
         "difference_mean": ReportedValue("Mean difference between silos", "difference", "Mean over pairs of replies."),
     }
+    options: FedCafeOptions
 
     def __init__(self, options: FedCafeOptions, context: Context) -> None:
         base = context.objective.base
@@ -196,17 +197,17 @@ class FedCafe(FederatedProtocol):
             plans = {name: kind.network(kind.options()) for name, kind in kinds.items()}
             known = ", ".join(name for name, plan in plans.items() if isinstance(plan, TowerPlan) and plan.classifier)
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.classes, self.bits = context.layout.by_name["visual.classifier.weight"].shape
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
         )
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: FedCafeOptions) -> Traits:
         """With two-stage K-means, an item's image and caption both count in the support of a row."""
-        return Traits(counts_items_twice=self.options.memory == "kmeans_two_stage")
+        return Traits(counts_items_twice=options.memory == "kmeans_two_stage")
 
     @property
     def remembers(self) -> bool:

@@ -215,12 +215,12 @@ class PlFedCmh(FederatedProtocol):
     """PLFedCMH, see the module docstring."""
 
     Options: ClassVar[type[Any]] = PlFedCmhOptions
+    options: PlFedCmhOptions
 
     def __init__(self, options: PlFedCmhOptions, context: Context) -> None:
         if context.objective.base == "info_nce" or not context.label_names:
             raise InputError("objective.base", context.objective.base, "any other base, and data with labels")
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
@@ -232,10 +232,6 @@ class PlFedCmh(FederatedProtocol):
     def traits_of(cls, options: PlFedCmhOptions) -> Traits:
         """Every silo has a personal model, and is sent a mixture of its own."""
         return Traits(personalised=True, model_per_silo=True)
-
-    def traits(self) -> Traits:
-        """The same in every run."""
-        return self.traits_of(self.options)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""

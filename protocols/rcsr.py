@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -133,11 +132,11 @@ class Rcsr(FederatedProtocol):
         ),
         "centroids": centroids.KNOWN,
     }
+    options: RcsrOptions
 
     def __init__(self, options: RcsrOptions, context: Context) -> None:
         refuse_other_bases("rcsr", context)
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.branches = aggregation.branch_slices(context.layout)
         self.router = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
@@ -196,10 +195,6 @@ class Rcsr(FederatedProtocol):
         return Traits(
             personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
-
-    @override
-    def traits(self) -> Traits:
-        return self.traits_of(self.options)
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's router weight at its last participation."""

@@ -337,7 +337,7 @@ def train_epochs(
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
     dropout, snapshots, start = torch_generator(context.seed, *path), None, 0
     if resumable and extra is None and isinstance(work, EveryBatch) and training.local_epochs > 1:
-        snapshots = Snapshots(local, task, base, training.local_epochs, optimisers, generator, dropout)
+        snapshots = Snapshots(local, task, base, optimisers, generator, dropout)
         start, total, seen = snapshots.resume(total)
         moved = start > 0
     with _dropout(model, dropout):

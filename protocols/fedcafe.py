@@ -53,7 +53,8 @@ from protocols.parts.personal_model import References
 
 #: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
-_TABLE = "table_"
+#: Columns of the table of the silos' last memories.
+_ROWS, _SUPPORT, _VERSIONS = "table_rows", "table_support", "table_versions"
 #: Larger reported supports are clamped, so that their sums do not overflow.
 _MOST = 2**31 - 1
 
@@ -280,9 +281,9 @@ class FedCafe(FederatedProtocol):
         tensors = {
             "memory": torch.zeros(self.classes, self.bits),
             "memory_support": torch.zeros(self.classes, dtype=torch.int64),
-            f"{_TABLE}rows": torch.zeros(count, self.classes, self.bits),
-            f"{_TABLE}support": torch.zeros(count, self.classes, dtype=torch.int64),
-            f"{_TABLE}versions": torch.full((count,), -1, dtype=torch.int64),
+            _ROWS: torch.zeros(count, self.classes, self.bits),
+            _SUPPORT: torch.zeros(count, self.classes, dtype=torch.int64),
+            _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
         }
         return State(theta, tensors)
 
@@ -301,15 +302,10 @@ class FedCafe(FederatedProtocol):
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
         reports = [self._report(reply) for reply in replies]
-        table = {name.removeprefix(_TABLE): tensor for name, tensor in state.tensors.items() if name.startswith(_TABLE)}
-        places = [(reply.silo.index, reply.base_version) for reply in replies]
-        table = memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
+        columns = {_ROWS: [rows for rows, _ in reports], _SUPPORT: [support for _, support in reports]}
+        table = aggregation.updated_table(state.tensors, replies, _VERSIONS, columns)
         rows, support, filled = self._global_memory(state.tensors["memory"], table, round_)
-        tensors = {
-            "memory": rows,
-            "memory_support": support,
-            **{_TABLE + name: tensor for name, tensor in table.items()},
-        }
+        tensors = {"memory": rows, "memory_support": support, **table}
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
             return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
@@ -331,10 +327,10 @@ class FedCafe(FederatedProtocol):
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], samples per row int64 [C], and rows with current support bool [C]."""
-        known = aggregation.still_known(table["versions"], round_, self.context.max_age)
+        known = aggregation.still_known(table[_VERSIONS], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
-        support = table["support"][known]
-        rows, filled = memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
+        support = table[_SUPPORT][known]
+        rows, filled = memory.global_memory(table[_ROWS][known], support, previous, self.options.memory, generator)
         behind = support.sum(0) if memory.has_classes(self.options.memory) else filled.long()
         return rows, behind, filled
 

@@ -323,18 +323,16 @@ class PlFedCmh(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
         merged = self.fedavg.merge(State(state.theta), replies, round_)
-        models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
-        owners = state.tensors[_OWNERS].clone()
+        values: dict[str, list[Tensor]] = {_MODELS: [], _OWNERS: []}
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
             for name in self.parts:
                 if aggregation.owns(reply.silo, name):
                     networks[name][reply.silo.index] -= self._step(sent, reply, name, update)
-            if reply.base_version >= int(versions[reply.silo.index]):
-                models[reply.silo.index] = self.mixture(sent, reply.silo) + update
-                versions[reply.silo.index] = reply.base_version
-                owners[reply.silo.index] = torch.tensor([aggregation.owns(reply.silo, name) for name in self.parts])
+            values[_MODELS].append(self.mixture(sent, reply.silo) + update)
+            values[_OWNERS].append(torch.tensor([aggregation.owns(reply.silo, name) for name in self.parts]))
+        table = aggregation.updated_table(state.tensors, replies, _VERSIONS, values)
         prototypes = class_prototypes.updated(
             state.tensors,
             [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in replies],
@@ -343,7 +341,7 @@ class PlFedCmh(FederatedProtocol):
             weighted=False,
         )
         hyper = {f"hyper_{name}": network for name, network in networks.items()}
-        tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
+        tensors = {**table, **hyper, **prototypes}
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
     def _step(self, sent: State, reply: Update, name: str, update: Tensor) -> Tensor:

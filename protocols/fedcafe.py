@@ -13,8 +13,7 @@ inputs of the hash loss are options of the base, so that FedAvg can train the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,9 +39,9 @@ from fedmq.federation.protocol import (
     Update,
     take,
 )
-from fedmq.models.hash_networks import Tower
+from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import OBJECTIVES, TowerPlan, network_of
-from fedmq.models.two_tower import Out, TwoTower
+from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload
 from protocols import fedavg
@@ -167,19 +166,6 @@ def auxiliary_loss(
     return torch.stack(parts).sum() if parts else None
 
 
-@contextmanager
-def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
-    """Context in which a memory [C, r] enhances the model's codes; None changes nothing."""
-    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
-    for tower in towers:
-        tower.memory = None if memory is None else memory.to(model.flat.device)
-    try:
-        yield
-    finally:
-        for tower in towers:
-            tower.memory = None
-
-
 class FedCafe(FederatedProtocol):
     """FedCAFE, see the module docstring."""
 
@@ -234,8 +220,10 @@ class FedCafe(FederatedProtocol):
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory by the trained model."""
         training.load_model(local, take(task.payloads, Model).buffer)
-        received = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
-        with remembering(local.model, received):
+        received = None
+        if self.options.afe:
+            received = as_tensor(take(task.payloads, Memory).centroids).to(local.model.flat.device)
+        with towers_with(local.model, memory=received):
             known = References.by(local) if self.options.loss_c else References(None, None)
             labels = self._labels(local, np.arange(len(local.dataset)))
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fedmq.clock import WallClock
 from fedmq.config.resolve import load
-from fedmq.config.scenario import Backbone, Objective, Scenario, Training
+from fedmq.config.scenario import Backbone, Scenario, Training
 from fedmq.data.extract import store
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RunError
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import EpochStore, Local, SiloFacts, Task
-from fedmq.models.build import build_towers
+from fedmq.models.build import build
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs import live_server
@@ -47,7 +47,7 @@ _Parts = tuple[TwoTower, Mapping[str, FusedOptimiser], np.random.Generator, torc
 def _begun() -> _Parts:
     """A model and all that its training depends on, before the first epoch."""
     inputs = InputSpec((4,), (4,), "float32", "float32", (), ())
-    model = build_towers(Backbone(name="features", bottleneck=4), Objective(base="info_nce"), inputs, ("a", "b"), 0)
+    model = build(Backbone(name="features", bottleneck=4), inputs, 0)
     training = Training(optimizer="adam")
     optimisers = {name: optimiser(model, training, 0.1, [model.branch(name)]) for name in ("image", "text")}
     return model, optimisers, numpy_generator(0, "order"), torch_generator(0, "dropout")

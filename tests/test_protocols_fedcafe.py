@@ -243,7 +243,7 @@ def test_label_levels_are_distinguished_by_name() -> None:
     assert coarse_columns(LEVELS) == [1, 3]
     assert fine_columns(LEVELS) == [0, 2]
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
-    assert (hash_networks.classes_of(LEVELS), hash_networks.classes_of(LABELS)) == (2, 4)
+    assert [len(fine_columns(names)) for names in (LEVELS, LABELS)] == [2, 4]
     assert trained_columns(LEVELS, both_levels=True) == [0, 1, 2, 3]
     assert trained_columns(LEVELS, both_levels=False) == [0, 2]
     assert trained_columns(LABELS, both_levels=False) == [0, 1, 2, 3]

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone, Objective
-from fedmq.data.labels import fine_columns
 from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -216,11 +215,6 @@ class CommonSpace(nn.Module):
         if self.enhance is not None and tower.enhance is not None:
             code = self.enhance(F.relu(tower.enhance(common)))
         return Out(common, common, code, self.label(common))
-
-
-def classes_of(label_names: Sequence[str]) -> int:
-    """Number of classes of a classifier; of two label levels, those of the lower one."""
-    return len(fine_columns(label_names))
 
 
 def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Backbone | None = None) -> Tensor:

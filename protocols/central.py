@@ -7,11 +7,11 @@ eligible, so that training equals FedAvg with a single silo.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from fedmq.federation.protocol import Traits
+from fedmq.federation.protocol import Context, SiloFacts, Traits
 from protocols import fedavg
 from protocols.parts.losses import TauOptions
-from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,22 @@ class CentralOptions(TauOptions):
     """Options of central training."""
 
 
-PROTOCOL = variant(
-    CentralOptions,
-    eligible=lambda silo: silo.index == 0,
-    traits=lambda _: Traits(pooled=True),
-    fedavg_options=lambda options: fedavg.AnchoredOptions(tau=options.tau, single_modality="idle"),
-)
+class Central(fedavg.FedAvg):
+    """Central training, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = CentralOptions
+
+    def __init__(self, options: CentralOptions, context: Context) -> None:
+        super().__init__(fedavg.FedAvgOptions(tau=options.tau), context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """The silo that holds the data of all."""
+        return silo.index == 0
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """The training data are pooled."""
+        return Traits(pooled=True)
+
+
+PROTOCOL = Central

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
-from protocols.parts.variant import variant
 
 #: Names in the silo state: the bank, embeddings by the last local model, and the rows of the samples of both.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
@@ -96,6 +95,7 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
 
 
 def contrasts(
+    local: Local,
     shared: Mapping[str, Tensor],
     last: Mapping[str, Tensor],
     *,
@@ -110,6 +110,7 @@ def contrasts(
     The intra-modal contrast is a mean over modalities, the other two terms are sums, as in CreamFL's code.
 
     Args:
+        local: the silo; its codes are compared unsharpened, as those of the bank are.
         shared: global embeddings [n, d] of the training items, by modality.
         last: embeddings by the silo's last model; a modality without them has no intra-modal contrast.
         inter: weight of the contrast between modalities.
@@ -127,6 +128,7 @@ def contrasts(
 
     def terms(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         losses = []
+        image, text = personal_model.unsharpened(local, image, text)
         trained = sum(out is not None for out in (image, text))
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
@@ -146,44 +148,50 @@ def contrasts(
     return terms
 
 
-def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Task) -> Trained:
-    """Local epochs on the base loss and the contrasts; the silo keeps the bank and its last embeddings."""
-    rows = local.state.get(ROWS)
-    known = local.state if rows is not None and torch.equal(rows, local.dataset.rows) else {}
-    with training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
-        bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
-    before = {name: known[LAST + name] for name in bank if LAST + name in known}
-    directions = method.context.objective.base != "info_nce"
-    weights = {"inter": options.inter, "intra": options.intra, "kd": options.kd, "tau": options.contrast_tau}
-    terms = contrasts(bank, before, **weights, directions=directions)
-    trained = method.trained(local, task, extra=_on_unsharpened(local, terms))
-    last = {LAST + name: z for name, z in _embedded(method, local, task, "last").items()}
-    kept = {BANK + name: z for name, z in bank.items()}
-    return replace(trained, state={**trained.state, **kept, **last, ROWS: local.dataset.rows.clone()})
-
-
-def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
-    """Embeddings [n, d] of the silo's samples by its current model, with one random caption each, on the CPU."""
-    generator = training.generator_of(method.context, local, task, f"creamfl {purpose}")
-    caption = training.choose_captions(local, generator)
-    embeddings = training.embed_all(local, caption, method.context.training.batch_size)
-    return {name: z for name, z in zip(MODALITIES, embeddings, strict=True) if z is not None}
-
-
-def _on_unsharpened(local: Local, terms: training.Extra | None) -> training.Extra | None:
-    """The terms on unsharpened codes, which are comparable to those of the bank."""
-    if terms is None:
-        return None
-
-    def on_unsharpened(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-        return terms(step, *personal_model.unsharpened(local, image, text))
-
-    return on_unsharpened
-
-
 def averaged(known: Mapping[str, Tensor], new: Mapping[str, Tensor], ema: float) -> dict[str, Tensor]:
     """The bank [n, d] of each modality after a moving-average step; the first embeddings initialise it."""
     return {name: ema * known[BANK + name] + (1 - ema) * z if BANK + name in known else z for name, z in new.items()}
 
 
-PROTOCOL = variant(CreamFlOptions, train=train, traits=lambda _: Traits(our_reading=True))
+class CreamFl(fedavg.AnchoredFedAvg):
+    """CreamFL in our reading, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = CreamFlOptions
+    options: CreamFlOptions
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """Our reading of the paper."""
+        return Traits(our_reading=True)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss and the contrasts; the silo keeps the bank and its last embeddings."""
+        rows, options = local.state.get(ROWS), self.options
+        known = local.state if rows is not None and torch.equal(rows, local.dataset.rows) else {}
+        with training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+            bank = averaged(known, self._embedded(local, task, "bank"), options.bank_ema)
+        before = {name: known[LAST + name] for name in bank if LAST + name in known}
+        terms = contrasts(
+            local,
+            bank,
+            before,
+            inter=options.inter,
+            intra=options.intra,
+            kd=options.kd,
+            tau=options.contrast_tau,
+            directions=self.context.objective.base != "info_nce",
+        )
+        trained = self.trained(local, task, extra=terms)
+        last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
+        kept = {BANK + name: z for name, z in bank.items()}
+        return replace(trained, state={**trained.state, **kept, **last, ROWS: local.dataset.rows.clone()})
+
+    def _embedded(self, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
+        """Embeddings [n, d] of the silo's samples by its current model, with one random caption each, on the CPU."""
+        generator = training.generator_of(self.context, local, task, f"creamfl {purpose}")
+        caption = training.choose_captions(local, generator)
+        embeddings = training.embed_all(local, caption, self.context.training.batch_size)
+        return {name: z for name, z in zip(MODALITIES, embeddings, strict=True) if z is not None}
+
+
+PROTOCOL = CreamFl

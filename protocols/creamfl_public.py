@@ -42,8 +42,8 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
-from protocols import fedavg
 from protocols.creamfl import LAST, contrasts, distillation
+from protocols.local import Alone
 from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
@@ -110,12 +110,12 @@ class CreamFlPublic(FederatedProtocol):
     """CreamFL with a public set, see the module docstring."""
 
     Options: ClassVar[type[Any]] = CreamFlPublicOptions
+    options: CreamFlPublicOptions
 
     def __init__(self, options: CreamFlPublicOptions, context: Context) -> None:
         refuse_other_bases("creamfl_public", context)
-        self.options = options
-        self.context = context
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
+        super().__init__(options, context)
+        self.alone = Alone(options, context)
         public = context.public()
         if public is None:
             raise InputError("protocol.name", "creamfl_public", "creamfl, as the data set marks no public items")
@@ -145,23 +145,20 @@ class CreamFlPublic(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the personal model, on the silo's pairs, then on the public ones."""
-        local.model.load(personal_model.own_parameters(local))
-        base = local.model.flat.detach().clone()
-        work = self.fedavg.work(local, task)
-        outcome = training.train_epochs(local, self.context, task, base, work)
+        trained = self.alone.trained(local, task)
         public, size = self._public_of(local), self.context.training.batch_size
         image, text = as_tensor(take(task.payloads, Representations).values).float().chunk(2)
         last: dict[str, Tensor] = {name: local.state[LAST + name] for name in MODALITIES if LAST + name in local.state}
         inter, intra, tau = self.options.inter, self.options.intra, self.options.contrast_tau
-        terms = contrasts({"image": image, "text": text}, last, inter=inter, intra=intra, kd=0.0, tau=tau)
+        terms = contrasts(public, {"image": image, "text": text}, last, inter=inter, intra=intra, kd=0.0, tau=tau)
         if terms is not None:
             start = local.model.flat.detach().clone()
             public_work = training.EveryBatch(public, size, nothing)
             training.train_epochs(public, self.context, task, start, public_work, extra=terms)
         representations = dict(_named(training.embed_all(public, _first(public), size)))
-        state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         kept = {LAST + name: z for name, z in representations.items()}
-        return Trained((_payload(representations), Loss(outcome.loss)), {**state, **kept}, outcome.loss)
+        state = {**trained.state, **personal_model.kept(local), **kept}
+        return replace(trained, payloads=(_payload(representations), *trained.payloads), state=state)
 
     def _public_of(self, local: Local) -> Local:
         """The silo with the public items in place of its own dataset, in its modalities."""
@@ -243,7 +240,7 @@ class CreamFlPublic(FederatedProtocol):
             ]
             return torch.stack(terms).sum() if terms else None
 
-        work = self.fedavg.work(coordinator, task)
+        work = self.alone.fedavg.work(coordinator, task)
         outcome = training.train_epochs(coordinator, self.context, task, base, work, extra=extra)
         return coordinator.model.flat.detach().cpu().clone(), outcome.loss
 

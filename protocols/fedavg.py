@@ -67,10 +67,10 @@ class FedAvg(FederatedProtocol):
     """FedAvg: every silo trains the downloaded model for some epochs; the coordinator adds the average update."""
 
     Options: ClassVar[type[Any]] = FedAvgOptions
+    options: FedAvgOptions
 
     def __init__(self, options: FedAvgOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.branches = aggregation.branch_slices(context.layout)
         self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
 
@@ -135,9 +135,13 @@ class FedAvg(FederatedProtocol):
 
 
 class AnchoredFedAvg(FedAvg):
-    """FedAvg with anchored silos, see ``protocols/parts/anchoring.py``."""
+    """FedAvg with anchored silos, see ``protocols/parts/anchoring.py``.
+
+    Methods that differ from it in a loss term, in the eligible silos or in local training are its subclasses.
+    """
 
     Options: ClassVar[type[Any]] = AnchoredOptions
+    options: AnchoredOptions
 
     def __init__(self, options: AnchoredOptions, context: Context) -> None:
         super().__init__(options, context)
@@ -154,6 +158,24 @@ class AnchoredFedAvg(FedAvg):
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The global model and the global prototypes."""
         return (*super().task(state, silo), *self.anchoring.download(state.tensors))
+
+    def extra_loss(self, local: Local, task: Task) -> training.Extra | None:
+        """A method's term in the loss of each batch's main step of a task; None adds nothing."""
+        return None
+
+    def kept(self, local: Local, *, trained: bool) -> Mapping[str, Tensor]:
+        """A method's tensors that a silo keeps after local training.
+
+        Args:
+            local: the silo, whose model is the trained one and whose state is from before the task.
+            trained: whether it trained; a silo with nothing to minimise still has the downloaded model.
+        """
+        return {}
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """FedAvg's local epochs with the extra loss; adds the method's tensors to the silo's state."""
+        result = self.trained(local, task, extra=self.extra_loss(local, task))
+        return replace(result, state={**result.state, **self.kept(local, trained=not result.idle)})
 
     def trained(
         self, local: Local, task: Task, *, extra: training.Extra | None = None, lambda_s: float = 0.0

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from fedmq.config.sections import Count, Fraction, NonNegative, Positive
 from fedmq.federation.protocol import (
@@ -163,11 +162,11 @@ class FedBridge(FederatedProtocol):
 
     Options: ClassVar[type[Any]] = FedBridgeOptions
     REPORTED: ClassVar[Mapping[str, ReportedValue]] = {"centroids": centroids.KNOWN}
+    options: FedBridgeOptions
 
     def __init__(self, options: FedBridgeOptions, context: Context) -> None:
         refuse_other_bases("fedbridge", context)
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         plain = fedavg.FedAvgOptions(tau=options.tau, branch_renorm=options.branch_renorm)
         self.fedavg = fedavg.FedAvg(plain, context)
         self.onset = round(options.warmup * context.rounds)
@@ -218,10 +217,6 @@ class FedBridge(FederatedProtocol):
     def traits_of(cls, options: FedBridgeOptions) -> Traits:
         """FedBridge-p gives paired silos personal adapters."""
         return Traits(personalised=options.personal, unpaired="anchored")
-
-    @override
-    def traits(self) -> Traits:
-        return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers."""

@@ -13,8 +13,7 @@ inputs of the hash loss are options of the base, so that FedAvg can train the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,9 +39,9 @@ from fedmq.federation.protocol import (
     Update,
     take,
 )
-from fedmq.models.hash_networks import Tower
+from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import OBJECTIVES, TowerPlan, network_of
-from fedmq.models.two_tower import Out, TwoTower
+from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload
 from protocols import fedavg
@@ -53,7 +52,8 @@ from protocols.parts.personal_model import References
 
 #: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
-_TABLE = "table_"
+#: Columns of the table of the silos' last memories.
+_ROWS, _SUPPORT, _VERSIONS = "table_rows", "table_support", "table_versions"
 #: Larger reported supports are clamped, so that their sums do not overflow.
 _MOST = 2**31 - 1
 
@@ -166,19 +166,6 @@ def auxiliary_loss(
     return torch.stack(parts).sum() if parts else None
 
 
-@contextmanager
-def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
-    """Context in which a memory [C, r] enhances the model's codes; None changes nothing."""
-    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
-    for tower in towers:
-        tower.memory = None if memory is None else memory.to(model.flat.device)
-    try:
-        yield
-    finally:
-        for tower in towers:
-            tower.memory = None
-
-
 class FedCafe(FederatedProtocol):
     """FedCAFE, see the module docstring."""
 
@@ -187,6 +174,7 @@ class FedCafe(FederatedProtocol):
         "weight_largest": aggregation.LARGEST_WEIGHT,
         "difference_mean": ReportedValue("Mean difference between silos", "difference", "Mean over pairs of replies."),
     }
+    options: FedCafeOptions
 
     def __init__(self, options: FedCafeOptions, context: Context) -> None:
         base = context.objective.base
@@ -196,17 +184,17 @@ class FedCafe(FederatedProtocol):
             plans = {name: kind.network(kind.options()) for name, kind in kinds.items()}
             known = ", ".join(name for name, plan in plans.items() if isinstance(plan, TowerPlan) and plan.classifier)
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.classes, self.bits = context.layout.by_name["visual.classifier.weight"].shape
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
         )
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: FedCafeOptions) -> Traits:
         """With two-stage K-means, an item's image and caption both count in the support of a row."""
-        return Traits(counts_items_twice=self.options.memory == "kmeans_two_stage")
+        return Traits(counts_items_twice=options.memory == "kmeans_two_stage")
 
     @property
     def remembers(self) -> bool:
@@ -232,8 +220,10 @@ class FedCafe(FederatedProtocol):
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory by the trained model."""
         training.load_model(local, take(task.payloads, Model).buffer)
-        received = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
-        with remembering(local.model, received):
+        received = None
+        if self.options.afe:
+            received = as_tensor(take(task.payloads, Memory).centroids).to(local.model.flat.device)
+        with towers_with(local.model, memory=received):
             known = References.by(local) if self.options.loss_c else References(None, None)
             labels = self._labels(local, np.arange(len(local.dataset)))
 
@@ -279,9 +269,9 @@ class FedCafe(FederatedProtocol):
         tensors = {
             "memory": torch.zeros(self.classes, self.bits),
             "memory_support": torch.zeros(self.classes, dtype=torch.int64),
-            f"{_TABLE}rows": torch.zeros(count, self.classes, self.bits),
-            f"{_TABLE}support": torch.zeros(count, self.classes, dtype=torch.int64),
-            f"{_TABLE}versions": torch.full((count,), -1, dtype=torch.int64),
+            _ROWS: torch.zeros(count, self.classes, self.bits),
+            _SUPPORT: torch.zeros(count, self.classes, dtype=torch.int64),
+            _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
         }
         return State(theta, tensors)
 
@@ -300,15 +290,10 @@ class FedCafe(FederatedProtocol):
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
         reports = [self._report(reply) for reply in replies]
-        table = {name.removeprefix(_TABLE): tensor for name, tensor in state.tensors.items() if name.startswith(_TABLE)}
-        places = [(reply.silo.index, reply.base_version) for reply in replies]
-        table = memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
+        columns = {_ROWS: [rows for rows, _ in reports], _SUPPORT: [support for _, support in reports]}
+        table = aggregation.updated_table(state.tensors, replies, _VERSIONS, columns)
         rows, support, filled = self._global_memory(state.tensors["memory"], table, round_)
-        tensors = {
-            "memory": rows,
-            "memory_support": support,
-            **{_TABLE + name: tensor for name, tensor in table.items()},
-        }
+        tensors = {"memory": rows, "memory_support": support, **table}
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
             return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
@@ -330,10 +315,10 @@ class FedCafe(FederatedProtocol):
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], samples per row int64 [C], and rows with current support bool [C]."""
-        known = aggregation.still_known(table["versions"], round_, self.context.max_age)
+        known = aggregation.still_known(table[_VERSIONS], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
-        support = table["support"][known]
-        rows, filled = memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
+        support = table[_SUPPORT][known]
+        rows, filled = memory.global_memory(table[_ROWS][known], support, previous, self.options.memory, generator)
         behind = support.sum(0) if memory.has_classes(self.options.memory) else filled.long()
         return rows, behind, filled
 

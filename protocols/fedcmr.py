@@ -177,20 +177,19 @@ class FedCmr(PartialFedAvg):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
-        samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
+        samples = [reply.samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule uses summed losses; replies carry mean losses, as in all methods.
         means = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         losses = [mean * size for mean, size in zip(means, samples, strict=True)]
-        table = state.tensors[_LOSSES].clone()
         reported = torch.tensor(losses, dtype=torch.float64)
-        table[[reply.silo.index for reply in replies]] = reported
-        versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
-        pool = reported if self.sums == "reporters" else table[known]
+        table = aggregation.updated_table(state.tensors, replies, _VERSIONS, {_LOSSES: list(reported)})
+        known = aggregation.still_known(table[_VERSIONS], round_, self.context.max_age, replies)
+        pool = reported if self.sums == "reporters" else table[_LOSSES][known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
-        return MergeResult(replace(merged, tensors={_LOSSES: table, _VERSIONS: versions}))
+        return MergeResult(replace(merged, tensors=table))
 
 
 PROTOCOL = FedCmr

@@ -252,10 +252,10 @@ class FedHap(FederatedProtocol):
     """FedHAP, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedHapOptions
+    options: FedHapOptions
 
     def __init__(self, options: FedHapOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.fedavg = fedavg.AnchoredFedAvg(options, context)
         self.prototypes = options.proto_triplet or options.discriminator
         if self.prototypes and not context.label_names:
@@ -268,7 +268,8 @@ class FedHap(FederatedProtocol):
         triplets = context.objective.base == "triplet"
         self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
         """An item's image and caption both count in its class's mean code."""
         return Traits(counts_items_twice=True)
 

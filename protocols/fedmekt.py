@@ -16,22 +16,22 @@ the code, which otherwise adds a second one with weight 0.04); alpha is 0.5 as i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.config.sections import NonNegative, Positive
-from fedmq.federation.protocol import Context, Local, Task, Traits, take
+from fedmq.federation.protocol import Encoders, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.payloads import Model
+from fedmq.wire.payloads import Model, Payload
 from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
-from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -73,34 +73,43 @@ def rescaled(z: Tensor) -> Tensor:
     return unit(z) * math.sqrt(z.shape[1])
 
 
-def distillation(options: FedMektOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
-    """The divergence of a batch from the downloaded model's embeddings; None if its weight is 0."""
-    if options.weight == 0:
-        return None
-    theta = as_tensor(take(task.payloads, Model).buffer)
-    shared = personal_model.Reference(local, theta, context.training.local_epochs)
-    scaled: Callable[[Tensor], Tensor] = rescaled if options.rescale else lambda z: z
+class FedMekt(fedavg.AnchoredFedAvg):
+    """FedMEKT in our reading, see the module docstring."""
 
-    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
-        terms = [
-            divergence(scaled(student.code), scaled(teacher.code), options.temperature)
-            for student, teacher in zip((image, text), shared(step), strict=True)
-            if student is not None and teacher is not None
-        ]
-        return options.weight * torch.stack(terms).sum()
+    Options: ClassVar[type[Any]] = FedMektOptions
+    options: FedMektOptions
 
-    return extra
+    @classmethod
+    def traits_of(cls, options: FedMektOptions) -> Traits:
+        """Our reading of the paper; personal models by option."""
+        return Traits(personalised=options.personal, our_reading=True)
+
+    @override
+    def extra_loss(self, local: Local, task: Task) -> training.Extra | None:
+        options = self.options
+        if options.weight == 0:
+            return None
+        theta = as_tensor(take(task.payloads, Model).buffer)
+        shared = personal_model.Reference(local, theta, self.context.training.local_epochs)
+        scaled: Callable[[Tensor], Tensor] = rescaled if options.rescale else lambda z: z
+
+        def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
+            terms = [
+                divergence(scaled(student.code), scaled(teacher.code), options.temperature)
+                for student, teacher in zip((image, text), shared(step), strict=True)
+                if student is not None and teacher is not None
+            ]
+            return options.weight * torch.stack(terms).sum()
+
+        return extra
+
+    @override
+    def kept(self, local: Local, *, trained: bool) -> Mapping[str, Tensor]:
+        return personal_model.kept_or_before(local, newest=trained) if self.options.personal else {}
+
+    @override
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        return personal_model.last_encoders(local, payloads)
 
 
-def kept(options: FedMektOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The silo's model after its last training, if personal models are evaluated."""
-    return personal_model.kept_or_before(local, newest=trained) if options.personal else {}
-
-
-PROTOCOL = variant(
-    FedMektOptions,
-    extra_loss=distillation,
-    kept=kept,
-    traits=lambda options: Traits(personalised=options.personal, our_reading=True),
-    encoders=personal_model.last_encoders,
-)
+PROTOCOL = FedMekt

@@ -17,28 +17,24 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from fedmq.config.sections import NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
-    Encoders,
-    FederatedProtocol,
     Local,
     MergeResult,
     SiloFacts,
     State,
     Task,
     Trained,
-    Traits,
     Update,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
-from protocols import fedavg
+from protocols.local import Alone
 from protocols.parts import class_prototypes, personal_model, training
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import TauOptions, nothing
@@ -89,18 +85,17 @@ def fused(shared: Shared) -> Shared:
     return Shared(mean, mean, either, either)
 
 
-class FedProto(FederatedProtocol):
+class FedProto(Alone):
     """FedProto, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedProtoOptions
+    options: FedProtoOptions
 
     def __init__(self, options: FedProtoOptions, context: Context) -> None:
         if not context.label_names:
             raise InputError("protocol.name", "fedproto", "a method that needs no labels: the data set has none")
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.columns = fine_columns(context.label_names)
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Class prototypes and the loss; no parameters."""
@@ -109,16 +104,13 @@ class FedProto(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the personal model on the base loss and the distance, then the class prototypes."""
-        local.model.load(personal_model.own_parameters(local))
-        base = local.model.flat.detach().clone()
-        shared = class_prototypes.read_download(take(task.payloads, ClassPrototypes), base.device)
+        shared = class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
         shared = fused(shared) if self.options.proto_modal == "fused" else shared
-        work = self.fedavg.work(local, task)
-        if work is None and self.options.weight and bool((shared.image_valid | shared.text_valid).any()):
-            work = training.EveryBatch(local, self.context.training.batch_size, nothing)
-        outcome = training.train_epochs(local, self.context, task, base, work, extra=self._distance(local, shared))
-        state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
-        return Trained((self._prototypes(local, task), Loss(outcome.loss)), state, outcome.loss)
+        alone = None
+        if self.options.weight and bool((shared.image_valid | shared.text_valid).any()):
+            alone = training.EveryBatch(local, self.context.training.batch_size, nothing)
+        trained = self.trained(local, task, extra=self._distance(local, shared), otherwise=alone)
+        return replace(trained, payloads=(self._prototypes(local, task), *trained.payloads))
 
     def _distance(self, local: Local, shared: Shared) -> training.Extra | None:
         if self.options.weight == 0:
@@ -173,19 +165,6 @@ class FedProto(FederatedProtocol):
         """
         longest = class_prototypes.longest_code(self.context)
         class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
-
-    @classmethod
-    def traits_of(cls, options: Any) -> Traits:
-        """The coordinator's model keeps its initial values; personal models are evaluated."""
-        return Traits(personal_only=True, personalised=True)
-
-    @override
-    def traits(self) -> Traits:
-        return self.traits_of(self.options)
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's personal model."""
-        return personal_model.encoders_of(local, personal_model.own_parameters(local))
 
 
 PROTOCOL = FedProto

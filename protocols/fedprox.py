@@ -6,11 +6,11 @@ The default mu is 0.01, as in RCSR's code and in papers that keep the original s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Local, Task, Trained
 from protocols import fedavg
-from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,16 @@ class FedProxOptions(fedavg.AnchoredOptions):
     mu: NonNegative = 0.01
 
 
-def train(method: fedavg.FedAvg, options: FedProxOptions, local: Local, task: Task) -> Trained:
-    """Local epochs on the base loss and the proximal term."""
-    # ``lambda_s`` weights RCSR's proximal term ||.||^2, which has no factor 1/2.
-    return method.trained(local, task, lambda_s=options.mu / 2)
+class FedProx(fedavg.AnchoredFedAvg):
+    """FedProx, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = FedProxOptions
+    options: FedProxOptions
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss and the proximal term."""
+        # ``lambda_s`` weights RCSR's proximal term ||.||^2, which has no factor 1/2.
+        return self.trained(local, task, lambda_s=self.options.mu / 2)
 
 
-PROTOCOL = variant(FedProxOptions, train=train)
+PROTOCOL = FedProx

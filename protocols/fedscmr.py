@@ -301,24 +301,23 @@ class FedScmr(PartialFedAvg):
     # ----------------------------------------------------------------------- coordinator side
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
-        table = self._updated(state.tensors[_TABLE], replies)
+        table = aggregation.updated_table(
+            state.tensors, replies, _VERSIONS, {_TABLE: [self._scalars(reply) for reply in replies]}
+        )
         rows = torch.tensor([reply.silo.index for reply in replies])
-        versions, known = aggregation.fresh_rows(state.tensors[_VERSIONS], replies, round_, self.context.max_age)
-        weights = self._weights(table, rows, known)
+        known = aggregation.still_known(table[_VERSIONS], round_, self.context.max_age, replies)
+        weights = self._weights(table[_TABLE], rows, known)
         merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
-        return MergeResult(replace(merged, tensors={_TABLE: table, _VERSIONS: versions}), log)
+        return MergeResult(replace(merged, tensors=table), log)
 
-    def _updated(self, table: Tensor, replies: Sequence[Update]) -> Tensor:
-        table = table.clone()
-        for reply in replies:
-            payload = take(reply.payloads, PartialDelta)
-            # Eq 11 assumes non-negative losses: with a negative one its exponential may overflow.
-            loss = max(0.0, take(reply.payloads, Loss).value)
-            row = [payload.n_samples, take(reply.payloads, LabelCount).value, loss]
-            measured = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
-            table[reply.silo.index] = torch.tensor([*row, measured], dtype=torch.float64)
-        return table
+    def _scalars(self, reply: Update) -> Tensor:
+        """A reply's row of the table, float64 [4]."""
+        # Eq 11 assumes non-negative losses: with a negative one its exponential may overflow.
+        loss = max(0.0, take(reply.payloads, Loss).value)
+        measured = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
+        row = [reply.samples, take(reply.payloads, LabelCount).value, loss, measured]
+        return torch.tensor(row, dtype=torch.float64)
 
     def _weights(self, table: Tensor, rows: Tensor, known: Tensor) -> Tensor:
         """Weights [M] of the reporters by eq 13, with sum 1; ``known`` bool [N] selects valid rows of the table."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.config.sections import NonNegative, Positive
 from fedmq.errors import InputError
@@ -28,7 +29,6 @@ from protocols.moon import model_contrast
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.similarity import mean_square
-from protocols.parts.variant import variant
 
 #: Bases whose two towers have projections of different widths, which cannot be contrasted.
 _UNEQUAL = ("dcmh", "shdch")
@@ -121,40 +121,40 @@ def terms(
     return torch.stack(parts).sum() if parts else None
 
 
-def refuse(options: FedUchOptions, context: Context) -> None:
-    """Refuse the contrast for bases whose towers have projections of different widths.
+class FedUch(fedavg.AnchoredFedAvg):
+    """FedUCH, see the module docstring."""
 
-    Raises:
-        InputError: the contrast is on and the base is one of these.
-    """
-    if options.contrast and context.objective.base in _UNEQUAL:
-        allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
-        raise InputError("objective.base", context.objective.base, f"{allowed}; or protocol.contrast false")
+    Options: ClassVar[type[Any]] = FedUchOptions
+    options: FedUchOptions
+
+    def __init__(self, options: FedUchOptions, context: Context) -> None:
+        base = context.objective.base
+        if options.contrast and base in _UNEQUAL:
+            allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
+            raise InputError("objective.base", base, f"{allowed}; or protocol.contrast false")
+        super().__init__(options, context)
+
+    @override
+    def extra_loss(self, local: Local, task: Task) -> training.Extra | None:
+        previous = local.state.get(personal_model.OWN) if self._contrasts(local.silo) else None
+        if previous is None and not self.options.distill:
+            return None
+        epochs = self.context.training.local_epochs
+        shared = personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
+        before = None if previous is None else personal_model.Reference(local, previous, epochs)
+
+        def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            return terms((image, text), shared(step), None if before is None else before(step), self.options)
+
+        return extra
+
+    def kept(self, local: Local, *, trained: bool) -> Mapping[str, Tensor]:
+        """The networks after training, which are the previous networks of the next task."""
+        # A silo that temporarily lacks a modality keeps its last networks until it can contrast again.
+        return personal_model.kept_or_before(local, newest=self._contrasts(local.silo) and trained)
+
+    def _contrasts(self, silo: SiloFacts) -> bool:
+        return self.options.contrast and silo.paired
 
 
-def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
-    """The terms of eq 14 for a task; None if there are none."""
-    previous = local.state.get(personal_model.OWN) if _contrasts(options, local.silo) else None
-    if previous is None and not options.distill:
-        return None
-    epochs = context.training.local_epochs
-    shared = personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
-    before = None if previous is None else personal_model.Reference(local, previous, epochs)
-
-    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-        return terms((image, text), shared(step), None if before is None else before(step), options)
-
-    return extra
-
-
-def kept(options: FedUchOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The networks after training, which are the previous networks of the next task."""
-    # A silo that temporarily lacks a modality keeps its last networks until it can contrast again.
-    return personal_model.kept_or_before(local, newest=_contrasts(options, local.silo) and trained)
-
-
-def _contrasts(options: FedUchOptions, silo: SiloFacts) -> bool:
-    return options.contrast and silo.paired
-
-
-PROTOCOL = variant(FedUchOptions, extra_loss=extra_loss, kept=kept, refuse=refuse)
+PROTOCOL = FedUch

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
-from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -38,13 +37,12 @@ class AloneOptions(TauOptions):
 
 
 class Alone(FederatedProtocol):
-    """Local training, see the module docstring."""
+    """Local training, see the module docstring; FedProto adds prototypes to it."""
 
     Options: ClassVar[type[Any]] = AloneOptions
 
-    def __init__(self, options: AloneOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+    def __init__(self, options: TauOptions, context: Context) -> None:
+        super().__init__(options, context)
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -60,11 +58,29 @@ class Alone(FederatedProtocol):
         return ()
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs from the silo's personal parameters, which it keeps."""
+        """Local epochs on the base loss."""
+        return self.trained(local, task)
+
+    def trained(
+        self,
+        local: Local,
+        task: Task,
+        *,
+        extra: training.Extra | None = None,
+        otherwise: training.Work | None = None,
+    ) -> Trained:
+        """Local epochs from the silo's personal parameters, which it keeps.
+
+        Args:
+            local: the silo.
+            task: its learning rate and seed.
+            extra: a method's loss term.
+            otherwise: work of a silo for which the base loss has nothing to minimise.
+        """
         local.model.load(personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
-        work = self.fedavg.work(local, task)
-        outcome = training.train_epochs(local, self.context, task, base, work, resumable=True)
+        work = self.fedavg.work(local, task) or otherwise
+        outcome = training.train_epochs(local, self.context, task, base, work, extra=extra, resumable=True)
         state = {**({} if work is None else work.kept()), **personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
@@ -76,10 +92,6 @@ class Alone(FederatedProtocol):
     def traits_of(cls, options: Any) -> Traits:
         """The coordinator's model keeps its initial values; personal models are evaluated."""
         return Traits(personal_only=True, personalised=True)
-
-    @override
-    def traits(self) -> Traits:
-        return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's personal model."""

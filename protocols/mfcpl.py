@@ -148,16 +148,17 @@ class Mfcpl(FederatedProtocol):
     """MFCPL in our reading, see the module docstring."""
 
     Options: ClassVar[type[Any]] = MfcplOptions
+    options: MfcplOptions
 
     def __init__(self, options: MfcplOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.fedavg = fedavg.AnchoredFedAvg(options, context)
         self.columns = fine_columns(context.label_names)
         self.classes = len(self.columns) or options.classes
         self.pseudo = not context.label_names
 
-    def traits(self) -> Traits:
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
         """Our reading of the paper."""
         return Traits(our_reading=True)
 

@@ -15,21 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
 from fedmq.config.sections import NonNegative, Positive
-from fedmq.federation.protocol import Context, Local, Task, Traits, take
+from fedmq.federation.protocol import Context, Encoders, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.payloads import Model
+from fedmq.wire.payloads import Model, Payload
 from protocols import fedavg
 from protocols.parts import personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
-from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -68,50 +68,54 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
     return (logits.logsumexp(1) - logits[:, 0]).mean()
 
 
-def previous_models(options: MoonOptions, local: Local) -> list[Tensor]:
-    """The silo's models [P] after its last trainings, newest first."""
-    return [local.state[name] for name in _names(options) if name in local.state]
+class Moon(fedavg.AnchoredFedAvg):
+    """MOON, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = MoonOptions
+    options: MoonOptions
+
+    def __init__(self, options: MoonOptions, context: Context) -> None:
+        super().__init__(options, context)
+        # State names of the models that a silo keeps, newest first.
+        self.names = (personal_model.OWN, *(f"{personal_model.OWN}_{age}" for age in range(1, options.buffer)))
+
+    @classmethod
+    def traits_of(cls, options: MoonOptions) -> Traits:
+        """Personal models by option."""
+        return Traits(personalised=options.personal)
+
+    def previous(self, local: Local) -> list[Tensor]:
+        """The silo's models [P] after its last trainings, newest first."""
+        return [local.state[name] for name in self.names if name in local.state]
+
+    @override
+    def extra_loss(self, local: Local, task: Task) -> training.Extra | None:
+        previous, options = self.previous(local), self.options
+        if not previous or options.mu == 0:
+            return None
+        shared = as_tensor(take(task.payloads, Model).buffer)
+        epochs = self.context.training.local_epochs
+        references = [personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
+
+        def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
+            terms = []
+            by_modality = zip(*(reference(step) for reference in references), strict=True)
+            for trained, others in zip((image, text), by_modality, strict=True):
+                hidden = [other.hidden for other in others if other is not None]
+                if trained is not None and hidden:
+                    terms.append(model_contrast(trained.hidden, hidden[0], hidden[1:], options.contrast_tau))
+            return options.mu * torch.stack(terms).sum()
+
+        return extra
+
+    def kept(self, local: Local, *, trained: bool) -> Mapping[str, Tensor]:
+        """The negatives of later tasks; an idle silo keeps the models of its previous trainings."""
+        newest = personal_model.kept(local) if trained else {}
+        return {**newest, **dict(zip(self.names[len(newest) :], self.previous(local), strict=False))}
+
+    @override
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        return personal_model.last_encoders(local, payloads)
 
 
-def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -> training.Extra | None:
-    """The contrast of a batch; None at a silo's first participation or if mu is 0."""
-    previous = previous_models(options, local)
-    if not previous or options.mu == 0:
-        return None
-    shared = as_tensor(take(task.payloads, Model).buffer)
-    epochs = context.training.local_epochs
-    references = [personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
-
-    def extra(step: training.Step, image: Out | None, text: Out | None) -> Tensor:
-        terms = []
-        by_modality = zip(*(reference(step) for reference in references), strict=True)
-        for trained, others in zip((image, text), by_modality, strict=True):
-            hidden = [other.hidden for other in others if other is not None]
-            if trained is not None and hidden:
-                terms.append(model_contrast(trained.hidden, hidden[0], hidden[1:], options.contrast_tau))
-        return options.mu * torch.stack(terms).sum()
-
-    return extra
-
-
-def kept(options: MoonOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The negatives of later tasks, newest first: the model after this training, then older ones.
-
-    An idle silo keeps the models of its previous trainings.
-    """
-    newest, names = personal_model.kept(local) if trained else {}, _names(options)
-    return {**newest, **dict(zip(names[len(newest) :], previous_models(options, local), strict=False))}
-
-
-def _names(options: MoonOptions) -> tuple[str, ...]:
-    """State names of the models that a silo keeps, newest first."""
-    return (personal_model.OWN, *(f"{personal_model.OWN}_{age}" for age in range(1, options.buffer)))
-
-
-PROTOCOL = variant(
-    MoonOptions,
-    extra_loss=contrast,
-    kept=kept,
-    traits=lambda options: Traits(personalised=options.personal),
-    encoders=personal_model.last_encoders,
-)
+PROTOCOL = Moon

@@ -6,10 +6,11 @@ A control: a method that claims to benefit from single-modality silos has to bea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from fedmq.federation.protocol import Context, SiloFacts
 from protocols import fedavg
 from protocols.parts.losses import TauOptions
-from protocols.parts.variant import variant
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,17 @@ class PairedOnlyOptions(TauOptions):
     """Options of FedAvg over paired silos."""
 
 
-PROTOCOL = variant(
-    PairedOnlyOptions,
-    eligible=lambda silo: silo.paired,
-    fedavg_options=lambda options: fedavg.AnchoredOptions(tau=options.tau, single_modality="idle"),
-)
+class PairedOnly(fedavg.FedAvg):
+    """FedAvg over paired silos, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = PairedOnlyOptions
+
+    def __init__(self, options: PairedOnlyOptions, context: Context) -> None:
+        super().__init__(fedavg.FedAvgOptions(tau=options.tau), context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Paired silos."""
+        return silo.paired
+
+
+PROTOCOL = PairedOnly

@@ -215,12 +215,12 @@ class PlFedCmh(FederatedProtocol):
     """PLFedCMH, see the module docstring."""
 
     Options: ClassVar[type[Any]] = PlFedCmhOptions
+    options: PlFedCmhOptions
 
     def __init__(self, options: PlFedCmhOptions, context: Context) -> None:
         if context.objective.base == "info_nce" or not context.label_names:
             raise InputError("objective.base", context.objective.base, "any other base, and data with labels")
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
@@ -232,10 +232,6 @@ class PlFedCmh(FederatedProtocol):
     def traits_of(cls, options: PlFedCmhOptions) -> Traits:
         """Every silo has a personal model, and is sent a mixture of its own."""
         return Traits(personalised=True, model_per_silo=True)
-
-    def traits(self) -> Traits:
-        """The same in every run."""
-        return self.traits_of(self.options)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""
@@ -327,18 +323,16 @@ class PlFedCmh(FederatedProtocol):
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
         merged = self.fedavg.merge(State(state.theta), replies, round_)
-        models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
-        owners = state.tensors[_OWNERS].clone()
+        values: dict[str, list[Tensor]] = {_MODELS: [], _OWNERS: []}
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
             for name in self.parts:
                 if aggregation.owns(reply.silo, name):
                     networks[name][reply.silo.index] -= self._step(sent, reply, name, update)
-            if reply.base_version >= int(versions[reply.silo.index]):
-                models[reply.silo.index] = self.mixture(sent, reply.silo) + update
-                versions[reply.silo.index] = reply.base_version
-                owners[reply.silo.index] = torch.tensor([aggregation.owns(reply.silo, name) for name in self.parts])
+            values[_MODELS].append(self.mixture(sent, reply.silo) + update)
+            values[_OWNERS].append(torch.tensor([aggregation.owns(reply.silo, name) for name in self.parts]))
+        table = aggregation.updated_table(state.tensors, replies, _VERSIONS, values)
         prototypes = class_prototypes.updated(
             state.tensors,
             [(reply, class_prototypes.rows_of_owned_modalities(reply)) for reply in replies],
@@ -347,7 +341,7 @@ class PlFedCmh(FederatedProtocol):
             weighted=False,
         )
         hyper = {f"hyper_{name}": network for name, network in networks.items()}
-        tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
+        tensors = {**table, **hyper, **prototypes}
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
     def _step(self, sent: State, reply: Update, name: str, update: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from typing_extensions import override
 
 from fedmq.federation.protocol import (
     Context,
@@ -133,11 +132,11 @@ class Rcsr(FederatedProtocol):
         ),
         "centroids": centroids.KNOWN,
     }
+    options: RcsrOptions
 
     def __init__(self, options: RcsrOptions, context: Context) -> None:
         refuse_other_bases("rcsr", context)
-        self.options = options
-        self.context = context
+        super().__init__(options, context)
         self.branches = aggregation.branch_slices(context.layout)
         self.router = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
@@ -196,10 +195,6 @@ class Rcsr(FederatedProtocol):
         return Traits(
             personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
-
-    @override
-    def traits(self) -> Traits:
-        return self.traits_of(self.options)
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's router weight at its last participation."""
@@ -291,7 +286,17 @@ class Rcsr(FederatedProtocol):
         options, tensors = self.options, state.tensors
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        table = router.updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
+        table = aggregation.updated_table(
+            tensors,
+            replies,
+            "table_versions",
+            {
+                "table_prototypes": list(statistics.prototypes),
+                _MASK: list(statistics.mask),
+                "table_geometry": list(statistics.geometry),
+                "table_losses": list(statistics.losses),
+            },
+        )
 
         uniform = options.router == "uniform"
         weights = aggregation.sample_weights([1 if uniform else update.samples for update in replies])
@@ -303,7 +308,7 @@ class Rcsr(FederatedProtocol):
         pool_weights, pool_size = weights, len(rows)
         if options.router is True and state.values["merges"] >= options.warmup:
             # By algorithm 1 the router is neither used nor trained during the warm-up.
-            pool, where = self._pool(table, rows, statistics, round_)
+            pool, where = self._pool(table, replies, statistics, round_)
             routed = self._routed(adam.values, pool, tensors)
             pool_weights, pool_size = routed[where], len(routed)
             weights = pool_weights / pool_weights.sum()
@@ -390,17 +395,16 @@ class Rcsr(FederatedProtocol):
         return Statistics(means, mask, geometry, torch.tensor(losses, dtype=torch.float64))
 
     def _pool(
-        self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, version: int
+        self, table: Mapping[str, Tensor], replies: Sequence[Update], statistics: Statistics, version: int
     ) -> tuple[Statistics, Tensor]:
         """Statistics of the router's pool of silos, and the reporters' positions in it; outdated rows are excluded."""
         if self.router_over == "reporters":
-            return statistics, torch.arange(len(rows))
-        valid = aggregation.still_known(table["table_versions"], version, self.context.max_age)
-        valid[rows] = True
+            return statistics, torch.arange(len(replies))
+        valid = aggregation.still_known(table["table_versions"], version, self.context.max_age, replies)
         known = valid.nonzero().squeeze(1)
         # By last reports, because faults may remove or restore a modality.
         columns = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
-        return Statistics(*columns), torch.searchsorted(known, rows)
+        return Statistics(*columns), torch.searchsorted(known, torch.tensor([reply.silo.index for reply in replies]))
 
     def _filler(self, values: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Fillers [2, d] for missing prototypes at the coordinator; what silos send in their place is ignored."""

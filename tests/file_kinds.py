@@ -33,7 +33,7 @@ from fedmq.encoders.base import InputSpec
 from fedmq.encoders.images import video_frames
 from fedmq.experiments import files
 from fedmq.launch.data_check import check_raw
-from fedmq.models.build import build_towers
+from fedmq.models.build import build
 from fedmq.retrieval.gallery import GalleryMeta, open_gallery
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
@@ -299,7 +299,7 @@ def _model(folder: Path) -> object:
     torch.set_num_threads(1)
     backbone, objective = Backbone(name="features", bottleneck=4), Objective(base="info_nce")
     inputs = InputSpec((4,), (4,), "float32", "float32", (), ())
-    model = build_towers(backbone, objective, inputs, ("a", "b"), 0)
+    model = build(backbone, inputs, 0)
     theta = model.flat.detach().numpy()
     views = {name: np.array(view) for name, view in model.layout.views(theta).items()}
     (folder / "model.safetensors").write_bytes(safetensors.numpy.save(views))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,17 +14,17 @@ from pathlib import Path
 import blake3
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fedmq.clock import WallClock
 from fedmq.config.resolve import load
-from fedmq.config.scenario import Backbone, Objective, Scenario, Training
+from fedmq.config.scenario import Backbone, Scenario, Training
 from fedmq.data.extract import store
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RunError
 from fedmq.federation.population import build_population
-from fedmq.models.build import build_towers
+from fedmq.federation.protocol import EpochStore, Local, SiloFacts, Task
+from fedmq.models.build import build
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs import live_server
@@ -32,14 +32,14 @@ from fedmq.runs.trackers import End, TrackedRun, Tracker, Value
 from fedmq.runs.tracking import tracking
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.storage.cache import cache_folder, file_digests
-from fedmq.storage.run_folder import RunFolder, load_aligned, write_tensors
-from protocols.parts import epochs
+from fedmq.storage.run_folder import RunFolder
+from protocols.parts.epochs import Snapshots
 from silos import personal_state
 from tests.damaged_files import Folder, Kind, files_of
 from tests.run_file_kinds import resolved_run, run_to_end, scenario_file
+from tests.small_federation import share
 
 _EPOCHS = 4
-_TASK = torch.tensor([1, 2, 3], dtype=torch.uint8)
 _Parts = tuple[TwoTower, Mapping[str, FusedOptimiser], np.random.Generator, torch.Generator]
 
 
@@ -47,7 +47,7 @@ _Parts = tuple[TwoTower, Mapping[str, FusedOptimiser], np.random.Generator, torc
 def _begun() -> _Parts:
     """A model and all that its training depends on, before the first epoch."""
     inputs = InputSpec((4,), (4,), "float32", "float32", (), ())
-    model = build_towers(Backbone(name="features", bottleneck=4), Objective(base="info_nce"), inputs, ("a", "b"), 0)
+    model = build(Backbone(name="features", bottleneck=4), inputs, 0)
     training = Training(optimizer="adam")
     optimisers = {name: optimiser(model, training, 0.1, [model.branch(name)]) for name in ("image", "text")}
     return model, optimisers, numpy_generator(0, "order"), torch_generator(0, "dropout")
@@ -61,14 +61,39 @@ def _step(model: TwoTower, optimisers: Mapping[str, FusedOptimiser]) -> None:
         each.step()
 
 
+class _Kept:
+    """A store that holds the snapshot of a task, without a file."""
+
+    def __init__(self, kept: Mapping[str, Tensor]) -> None:
+        self.kept, self.noted = kept, 0
+
+    def load(self) -> Mapping[str, Tensor]:
+        return self.kept
+
+    def resumed(self, epochs: int) -> None:
+        self.noted = epochs
+
+    def save(self, snapshot: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.kept = snapshot()
+
+
+def _snapshots(store: EpochStore, parts: _Parts) -> Snapshots:
+    """The snapshots of one task of a silo."""
+    model, *rest = parts
+    silo = SiloFacts("silo-00", 0, True, True)
+    local = Local(silo, share(silo, 4), model, {}, (), store)
+    return Snapshots(local, Task(1, 0, 0, 0.1, ()), torch.zeros(model.layout.size), *rest)
+
+
 @cache
 def _trained() -> Mapping[str, Tensor]:
     """A snapshot after two of four epochs."""
-    model, optimisers, order, dropout = _begun()
-    _step(model, optimisers)
-    order.random(5)
-    torch.rand(3, generator=dropout)
-    return epochs.snapshot(_TASK, 2, model, optimisers, order, dropout, torch.tensor([1.5, 8.0], dtype=torch.float64))
+    parts, store = _begun(), _Kept({})
+    _step(parts[0], parts[1])
+    parts[2].random(5)
+    torch.rand(3, generator=parts[3])
+    _snapshots(store, parts).keep(2, torch.tensor(1.5, dtype=torch.float64), 8)
+    return store.kept
 
 
 @cache
@@ -89,8 +114,8 @@ def _every_epoch() -> Iterator[None]:
         personal_state.SNAPSHOT_SECONDS = kept
 
 
-def _restored(folder: Path) -> tuple[Mapping[str, Tensor], _Parts]:
-    """What a silo continues from.
+def _read_snapshot(folder: Path) -> None:
+    """A silo that was killed continues its task exactly as it was, or starts it over.
 
     Raises:
         InputError: the task starts over.
@@ -98,34 +123,15 @@ def _restored(folder: Path) -> tuple[Mapping[str, Tensor], _Parts]:
     parts = _begun()
     before = parts[0].flat.detach().clone()
     saved = personal_state.TaskEpochs(folder / "silo-00" / "epochs.safetensors", WallClock()).load()
-    restored = epochs.restore(saved, _TASK, _EPOCHS, *parts) if saved else None
-    if restored is None:
+    store = _Kept(saved)
+    done, total, seen = _snapshots(store, parts).resume(torch.zeros((), dtype=torch.float64))
+    if not store.noted:
         assert torch.equal(parts[0].flat, before), "refused, but changed the model"
         raise InputError("the snapshot", "nothing to continue from", "")
-    done, sums = restored
-    assert 0 < done < _EPOCHS and sums.shape == (2,), f"accepted {done} epochs"
-    return epochs.snapshot(_TASK, done, *parts, sums), parts
-
-
-def _read_snapshot(folder: Path) -> None:
-    """A silo that was killed continues its task exactly as it was, or starts it over."""
-    found, expected = _restored(folder)[0], _trained()
-    assert found.keys() == expected.keys(), "accepted other tensors"
-    assert all(torch.equal(found[name], expected[name]) for name in expected), "accepted other values"
-
-
-def _read_forged_snapshot(folder: Path) -> None:
-    """The same with a snapshot whose digest is right, as one that another version of fedmq wrote."""
-    path = folder / "silo-00" / "epochs.safetensors"
-    with contextlib.suppress(OSError, SafetensorError, ValueError, TypeError, InputError):
-        if path.is_file():
-            tensors, owner = load_aligned(path), "silo-00/epochs"
-            facts = {"digest": personal_state._digest(owner, tensors), "owner": owner}
-            write_tensors(path, tensors, facts)
-    _, (model, optimisers, order, dropout) = _restored(folder)
-    _step(model, optimisers)
-    order.permutation(5)
-    torch.rand(3, generator=dropout)
+    assert 0 < done < _EPOCHS, f"accepted {done} epochs"
+    _snapshots(store, parts).keep(done, total, seen)
+    assert store.kept.keys() == _trained().keys(), "accepted other tensors"
+    assert all(torch.equal(store.kept[name], value) for name, value in _trained().items()), "accepted other values"
 
 
 # --- the cache ------------------------------------------------------------------------------------------------------
@@ -271,7 +277,6 @@ def _read_followed(folder: Path) -> None:
 
 STATE_KINDS: Mapping[str, Kind] = {
     "epoch snapshot": Kind(_snapshot, _read_snapshot),
-    "forged epoch snapshot": Kind(_snapshot, _read_forged_snapshot),
     "partition in the cache": Kind(_dealt, _read_dealt),
     "file digests in the cache": Kind(_digested, _read_digested),
     "interrupted extraction": Kind(_interrupted, _read_interrupted),

@@ -452,7 +452,8 @@ def test_activations_between_bfloat16_blocks_are_float32(name: str, tiny: Path, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
     shapes = InputSpec((3, 32, 32), (77,))
-    here, there = (build(backbone(tiny), shapes, 0, device, cache=cache) for device in ("cpu", device_of("cuda:0")))
+    devices = ("cpu", device_of("cuda:0"))
+    here, there = (build(backbone(tiny), shapes, 0, device=device, cache=cache) for device in devices)
     for model in (here, there):
         model.image(PIXELS.to(model.flat.device))[:, 0].sum().backward()
     torch.testing.assert_close(there.image(PIXELS.cuda()).cpu(), here.image(PIXELS), rtol=1e-3, atol=1e-4)

@@ -12,7 +12,6 @@ from protocols import feduch
 from protocols.objectives import dgcpn, djsrh, jdsh
 from protocols.parts import aggregation
 from protocols.parts.losses import unit
-from protocols.parts.similarity import Graph
 from tests.golden_checks import Check, Inputs, compare_all, t
 
 NUS = djsrh.Options(beta=0.6)
@@ -20,8 +19,8 @@ WIKI = djsrh.Options(beta=0.3, lambda1=0.3, lambda2=0.3)
 CODE, PAPER = dgcpn.Options(), dgcpn.Options(form="paper")
 
 
-def graph(x: Inputs) -> Graph:
-    return Graph(unit(t(x["FI"])), unit(t(x["FT"])))
+def graph(x: Inputs) -> dgcpn.Graph:
+    return dgcpn.Graph(unit(t(x["FI"])), unit(t(x["FT"])))
 
 
 def everything(x: Inputs) -> torch.Tensor:

@@ -16,7 +16,7 @@ from coordinator.updates import merged_state
 from fedmq.config.scenario import Objective, ProtocolChoice, Training
 from fedmq.config.sections import Aggregation, Privacy
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Task, Update
+from fedmq.federation.protocol import Local, Task, Update
 from fedmq.federation.updates import transform
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
@@ -320,12 +320,13 @@ def test_the_bank_is_a_moving_average_of_downloaded_models_embeddings_and_stays_
 def test_creamfl_contrasts_directions_whatever_the_length_of_codes() -> None:
     generator = torch.Generator().manual_seed(0)
     z, banks = torch.randn(6, 32, generator=generator), torch.randn(2, 6, 32, generator=generator)
-    step = types.SimpleNamespace(rows=np.arange(6))
+    step, run = types.SimpleNamespace(rows=np.arange(6)), population("creamfl")
+    local = Local(run.eligible[0], run.shares[0], run.model, {})
 
     def terms(scale: float, directions: bool) -> float:
         shared = {"image": banks[0] * scale, "text": banks[1] * scale}
         last = {"image": -banks[0] * scale}
-        extra = creamfl.contrasts(shared, last, inter=1.0, intra=1.0, kd=0.0, tau=0.07, directions=directions)
+        extra = creamfl.contrasts(local, shared, last, inter=1.0, intra=1.0, kd=0.0, tau=0.07, directions=directions)
         found = extra(step, Out(z, z, z * scale), None)  # type: ignore[arg-type, misc]
         assert found is not None
         return float(found)

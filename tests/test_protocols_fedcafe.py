@@ -23,7 +23,7 @@ from fedmq.evaluation import heldout
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
 from fedmq.models import hash_networks
 from fedmq.wire.payloads import Memory
-from protocols import fedcafe, objectives
+from protocols import objectives
 from protocols.objectives import shdch
 from protocols.parts import alternating, memory, training
 from protocols.parts.personal_model import References
@@ -177,7 +177,7 @@ def test_the_released_memory_is_the_one_that_enhances_the_codes() -> None:
     assert population("fedcafe", {"afe": False}).protocol.release(run.state) == ()
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
     plain = run.model.outputs("image", x)
-    with fedcafe.remembering(run.model, run.state.tensors["memory"]):
+    with hash_networks.towers_with(run.model, memory=run.state.tensors["memory"]):
         out = run.model.outputs("image", x)
         torch.testing.assert_close(
             out.code, hash_networks.enhanced(plain.code, plain.logits, run.state.tensors["memory"])
@@ -243,7 +243,7 @@ def test_label_levels_are_distinguished_by_name() -> None:
     assert coarse_columns(LEVELS) == [1, 3]
     assert fine_columns(LEVELS) == [0, 2]
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
-    assert (hash_networks.classes_of(LEVELS), hash_networks.classes_of(LABELS)) == (2, 4)
+    assert [len(fine_columns(names)) for names in (LEVELS, LABELS)] == [2, 4]
     assert trained_columns(LEVELS, both_levels=True) == [0, 1, 2, 3]
     assert trained_columns(LEVELS, both_levels=False) == [0, 2]
     assert trained_columns(LABELS, both_levels=False) == [0, 1, 2, 3]

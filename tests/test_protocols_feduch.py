@@ -13,15 +13,15 @@ import torch
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.federation.protocol import Local, Task
-from fedmq.models.hash_networks import dropout_mask, signs
+from fedmq.models.hash_networks import dropout_mask, signs, towers_with
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import Delta
 from protocols import feduch, objectives
 from protocols.objectives import dgcpn
-from protocols.parts import personal_model, similarity, training
+from protocols.parts import personal_model, training
 from protocols.parts.losses import unit
-from protocols.parts.similarity import Graph, batch_features, item_features, smallest
+from protocols.parts.similarity import batch_features, item_features
 from tests.small_federation import SmallFederation, population, share
 
 SGD = Training(optimizer="sgd", batch_size=4, local_epochs=2)
@@ -65,14 +65,14 @@ def dense(image: torch.Tensor, text: torch.Tensor, a1: float = 0.3, a2: float = 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
 def test_blockwise_similarity_equals_the_dense_one(n: int) -> None:
     image, text = features(n)
-    wanted, graph = dense(image, text), Graph(image, text)
+    wanted, graph = dense(image, text), dgcpn.Graph(image, text)
     for rows in torch.randperm(n, generator=torch.Generator().manual_seed(1)).split(3):
         torch.testing.assert_close(graph.similarity(rows), wanted[rows][:, rows], rtol=1e-10, atol=1e-12)
 
 
 def test_similarity_uses_directions_and_makes_no_second_copy_of_the_features() -> None:
     image, text = features(40)
-    longer = Graph(image * torch.arange(1, 41)[:, None], text * 3), Graph(image, text)
+    longer = dgcpn.Graph(image * torch.arange(1, 41)[:, None], text * 3), dgcpn.Graph(image, text)
     rows = torch.arange(0, 40, 3)
     torch.testing.assert_close(*(graph.similarity(rows) for graph in longer), rtol=1e-10, atol=1e-12)
     held = share(small("dgcpn").context.silos[1], 9)
@@ -82,7 +82,7 @@ def test_similarity_uses_directions_and_makes_no_second_copy_of_the_features() -
 
 def test_duplicate_items_remain_each_others_neighbours() -> None:
     image, text = features(20, twins=4)
-    graph, rows = Graph(image, text), torch.arange(20)
+    graph, rows = dgcpn.Graph(image, text), torch.arange(20)
     near = graph.neighbours(rows, graph.pairs(rows))
     assert torch.equal(near.diagonal(), torch.zeros(20, dtype=near.dtype))
     assert (near[torch.arange(4), torch.arange(16, 20)] > 0).all()
@@ -95,7 +95,7 @@ def test_the_smallest_entries_match_a_stable_sort(count: int) -> None:
     wanted = torch.zeros_like(values, dtype=torch.bool).scatter(
         1, torch.argsort(values, dim=1, stable=True)[:, :count], True
     )
-    assert torch.equal(smallest(values, count), wanted)
+    assert torch.equal(dgcpn.smallest(values, count), wanted)
 
 
 def test_a_silo_without_text_uses_the_similarity_of_its_images() -> None:
@@ -103,7 +103,7 @@ def test_a_silo_without_text_uses_the_similarity_of_its_images() -> None:
     image, text = item_features(lone)
     assert lone.text is None
     torch.testing.assert_close(image, text)
-    pairs = Graph(image, text).pairs(torch.arange(9))
+    pairs = dgcpn.Graph(image, text).pairs(torch.arange(9))
     torch.testing.assert_close(pairs, unit(image) @ unit(image).T)
 
 
@@ -222,7 +222,7 @@ def test_a_precomputed_reference_equals_one_computed_per_batch_at_the_epochs_sha
     once, anew = personal_model.Reference(local, other, 50), personal_model.Reference(local, other, 1)
     for runs, sharpness in ((("image", "text"), 1.0), (("image", "text"), 3.0), (("text",), 1.0)):
         step = training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
-        with similarity.sharpened(local, sharpness):
+        with towers_with(local.model, sharpness=sharpness):
             for kept, made in zip(once(step), anew(step), strict=True):
                 assert (kept is None) == (made is None)
                 if kept is not None and made is not None:
@@ -268,7 +268,7 @@ def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     caption = np.zeros(1, np.int64)
     step = training.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
     for sharpness in (1.0, 2.0, 10.0):
-        with similarity.sharpened(local_of(run, 0), sharpness):
+        with towers_with(run.model, sharpness=sharpness):
             image, text = training.outputs(local_of(run, 0), step.rows, caption)
             found = extras[-1](step, image, text)
         assert image is not None and found is not None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import PartialDelta
 from protocols import creamfl, fedmekt, mfcpl, moon
@@ -148,7 +149,9 @@ def test_creamfl_sums_the_contrast_between_modalities_and_averages_the_one_withi
     both = np.stack([np.concatenate(pairs[:2]), np.concatenate(pairs[2:])], 1)  # the code stacks both modalities
     expected -= 0.5 * log_softmax(both / 0.5)[:, 0].mean()
     tensors = ({name: t(z) for name, z in each.items()} for each in (shared, last))
-    terms = creamfl.contrasts(*tensors, inter=0.5, intra=0.5, kd=0.0, tau=0.5)
+    run = population("creamfl")
+    local = Local(run.eligible[0], run.shares[0], run.model, {})
+    terms = creamfl.contrasts(local, *tensors, inter=0.5, intra=0.5, kd=0.0, tau=0.5)
     assert terms is not None
     outs = [Out(*3 * (t(codes[name][rows]),)) for name in ("image", "text")]
     found = terms(training.Step(rows, None, lambda *_: torch.zeros(())), *outs)

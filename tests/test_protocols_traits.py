@@ -24,7 +24,6 @@ from fedmq.federation.protocol import (
 )
 from fedmq.wire.payloads import Payload
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
-from protocols.parts.variant import variant
 from tests import in_process_run
 from tests.small_federation import population
 from tests.threaded_run import resolved
@@ -165,22 +164,24 @@ def made(kind: type[FederatedProtocol], options: Any) -> Any:
 
 
 def test_a_personalised_variant_must_define_encoders() -> None:
-    def encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
-        raise AssertionError("not measured here")
+    class Personal(AnchoredFedAvg):
+        @classmethod
+        def traits_of(cls, options: AnchoredOptions) -> Traits:
+            return Traits(personalised=True)
 
-    def personal(options: AnchoredOptions) -> Traits:
-        return Traits(personalised=True)
+    class Measurable(Personal):
+        def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+            raise AssertionError("not measured here")
 
     with pytest.raises(InputError, match="personalised without encoders"):
-        made(variant(AnchoredOptions, traits=personal), AnchoredOptions())
-    run = made(variant(AnchoredOptions, traits=personal, encoders=encoders), AnchoredOptions())
+        made(Personal, AnchoredOptions())
+    run = made(Measurable, AnchoredOptions())
     assert run.protocol.traits().personalised
 
 
 def test_a_method_in_a_file_is_created_by_its_reference(mine: Callable[[str], str]) -> None:
-    name = mine('"""Mine: paired silos alone."""\nfrom protocols.parts.variant import variant\n'
-         "from protocols.fedavg import AnchoredOptions\n"
-         "PROTOCOL = variant(AnchoredOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
+    name = mine('"""Mine: paired silos alone."""\nfrom protocols.fedavg import AnchoredFedAvg\n'
+         "class PROTOCOL(AnchoredFedAvg):\n    def eligible(self, silo):\n        return silo.paired\n")  # fmt: skip
     context = population("fedavg").context
     method = protocols.create(ProtocolChoice(name=name, tau=0.1), context)
     assert [silo.index for silo in context.silos if method.eligible(silo)] == [0, 3]

@@ -12,11 +12,10 @@ import pytest
 
 import fedmq
 from fedmq.config import resolve as scenarios
-from fedmq.config.scenario import Objective
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError, RunError
-from fedmq.models.build import build_towers
+from fedmq.models.build import build
 from fedmq.retrieval import model_export
 from fedmq.retrieval.released_model import described, open_model
 from tests import command_line
@@ -152,7 +151,7 @@ def test_a_tower_with_adapters_in_its_blocks_is_exported_with_its_frozen_encoder
     runtime = pytest.importorskip("onnxruntime")
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     inputs = InputSpec((3, 32, 32), (20,), "uint8", "int32", (0.5,) * 3, (0.2,) * 3)
-    model = build_towers(backbone, Objective(), inputs, (), 0, "cpu", (modality,), cache=tmp_path)
+    model = build(backbone, inputs, 0, modalities=(modality,), cache=tmp_path)
     tower, path = model_export._Tower(model, modality).eval(), tmp_path / "tower.onnx"
     model_export._write_tower(tower, model_export._examples(inputs, modality, 2), path)
     assert model_export._difference(runtime, tower, path, inputs) <= 1e-5

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedmq.config.scenario import Backbone, Objective, Training
-from fedmq.encoders.base import InputSpec
 from fedmq.errors import DiskError
-from fedmq.models.build import build_towers
-from fedmq.models.optimiser import FusedOptimiser, optimiser
-from fedmq.models.two_tower import TwoTower
-from protocols.parts import epochs, training
+from protocols.parts import training
 from silos import personal_state
 from tests.in_process_run import run
 from tests.threaded_run import resolved
@@ -74,15 +68,8 @@ def test_an_interrupted_task_gives_the_same_reply(
 
 @pytest.mark.slow
 def test_a_snapshot_of_another_task_is_ignored(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    restored: list[bool] = []
-    real = epochs.restore
-
-    def watched(*arguments: object) -> object:
-        found = real(*arguments)  # type: ignore[arg-type]
-        restored.append(found is not None)
-        return found
-
-    monkeypatch.setattr(epochs, "restore", watched)
+    noted: list[int] = []
+    monkeypatch.setattr(personal_state.TaskEpochs, "resumed", lambda _, number: noted.append(number))
     scenario = resolved(tiny, *SETTINGS)
     whole = run(scenario, tmp_path / "a").summary
     (tmp_path / "b" / "checkpoints" / "silos" / "silo-00").mkdir(parents=True)
@@ -95,7 +82,7 @@ def test_a_snapshot_of_another_task_is_ignored(tiny: Path, tmp_path: Path, monke
     again = run(scenario, tmp_path / "b").summary
     assert whole is not None and again is not None
     assert again.model_digest == whole.model_digest
-    assert restored == [False]
+    assert not noted
     # A damaged one is ignored, too.
     path.write_bytes(b"\x00" * 9)
     assert store.epochs(WallClock()).load() == {}
@@ -108,45 +95,3 @@ def test_no_snapshot_is_kept_of_a_short_task(tiny: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(personal_state, "write_atomically", lambda path, write, **_: saved.append(path))
     run(resolved(tiny, *SETTINGS, "protocol=fedavg"), tmp_path)
     assert not [path for path in saved if path.name == "epochs.safetensors"]
-
-
-def trained() -> tuple[TwoTower, dict[str, FusedOptimiser], np.random.Generator, torch.Generator]:
-    """A model of precomputed features with its optimiser after one step, and the generators of training."""
-    inputs = InputSpec((4,), (4,), "float32", "float32", (), ())
-    model = build_towers(Backbone(name="features", bottleneck=4), Objective(base="info_nce"), inputs, (), 0)
-    made = optimiser(model, Training(), 0.1, [model.branch("image")])
-    for part in model.within([model.branch("image")]):
-        part.grad = torch.ones_like(part)
-    made.step()
-    return model, {"image": made}, np.random.default_rng(3), torch.Generator()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": torch.zeros(3)},
-        {"model": None},
-        {"image.first.0": None},
-        {"image.first.0": torch.zeros(1)},
-        {"image.steps.0": torch.tensor(float("nan"))},
-        {"other": torch.zeros(1)},
-        {"dropout": torch.zeros(3, dtype=torch.uint8)},
-        {"sums": torch.tensor([1.0, float("nan")], dtype=torch.float64)},
-        {"sums": torch.tensor([1.0, -1.0], dtype=torch.float64)},
-        *({"order": epochs._bytes(value)} for value in ([9, {}], [1, {}], [1], 5, [1.0, "state"], ["1", "state"])),
-        *({"order": epochs._bytes([value, "state"])} for value in (0, 4, True)),
-        {"order": torch.tensor([255, 0], dtype=torch.uint8)},
-    ],
-)
-def test_a_snapshot_that_no_training_could_have_made_is_ignored(change: dict[str, torch.Tensor | None]) -> None:
-    task, parts = torch.tensor([1], dtype=torch.uint8), trained()
-    whole = epochs.snapshot(task, 2, *parts, torch.tensor([1.5, 8.0], dtype=torch.float64))
-    assert epochs.restore(whole, task, 4, *trained()) is not None
-    state = parts[2].bit_generator.state
-    changed = {name: value for name, value in {**whole, **change}.items() if value is not None}
-    text = bytes(changed["order"].numpy()).replace(b'"state"]', f"{json.dumps(state)}]".encode())
-    changed["order"] = torch.tensor(list(text), dtype=torch.uint8)
-    fresh = trained()
-    before = fresh[0].flat.detach().clone()
-    assert epochs.restore(changed, task, 4, *fresh) is None
-    assert torch.equal(fresh[0].flat, before) and fresh[2].bit_generator.state == trained()[2].bit_generator.state

@@ -27,24 +27,14 @@ from silos.personal_state import StateNotes, StateStore
 from tests.command_line import completed
 
 METHOD = """
-from dataclasses import dataclass
-
-from protocols.parts.variant import variant
-from protocols.fedavg import AnchoredOptions
+from protocols.fedavg import AnchoredFedAvg
 
 
-@dataclass(frozen=True)
-class Options(AnchoredOptions):
-    pass
-
-
-def extra_loss(options, context, local, task):
-    if local.silo.name == "silo-01":
-        raise ZeroDivisionError("no items\\x1b[31m")
-    return lambda step, image, text: None
-
-
-PROTOCOL = variant(Options, extra_loss=extra_loss)
+class PROTOCOL(AnchoredFedAvg):
+    def extra_loss(self, local, task):
+        if local.silo.name == "silo-01":
+            raise ZeroDivisionError("no items\\x1b[31m")
+        return lambda step, image, text: None
 """
 
 

@@ -5,7 +5,6 @@ from protocols.fedavg import AnchoredFedAvg, AnchoredOptions, FedAvg, FedAvgOpti
 from protocols.parts import aggregation, losses, training
 from protocols.parts.losses import info_nce
 from protocols.parts.training import EveryBatch
-from protocols.parts.variant import variant
 
 __all__ = [
     "AnchoredFedAvg",
@@ -23,5 +22,4 @@ __all__ = [
     "losses",
     "take",
     "training",
-    "variant",
 ]

@@ -18,7 +18,7 @@ from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measure, Measured, measure
 from fedmq.federation.population import Population
 from fedmq.federation.protocol import Encoders, take
-from fedmq.models.hash_networks import Tower
+from fedmq.models.hash_networks import towers_of
 from fedmq.models.query_bank import Bank
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import require_layout
@@ -135,9 +135,8 @@ def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
     model.load(np.asarray(received.buffer))
     for memory in (payload for payload in payloads if isinstance(payload, Memory)):
         centroids = torch.tensor(memory.centroids, device=model.flat.device)
-        for tower in (model.visual, model.text):
-            if isinstance(tower, Tower):
-                tower.memory = centroids
+        for tower in towers_of(model):
+            tower.memory = centroids
     banks = [payload for payload in payloads if isinstance(payload, ClassPrototypes)]
     model.bank = bank_of(banks[0], model) if banks else None
 
@@ -164,6 +163,5 @@ def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
 def forget_inference(model: TwoTower) -> None:
     """Remove what :func:`load_inference` loaded in addition to the parameters."""
     model.bank = None
-    for tower in (model.visual, model.text):
-        if isinstance(tower, Tower):
-            tower.memory = None
+    for tower in towers_of(model):
+        tower.memory = None

@@ -31,7 +31,7 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec, stated_digest
 from fedmq.errors import FedmqError
 from fedmq.federation.protocol import Context, SiloFacts
-from fedmq.models.build import build_towers
+from fedmq.models.build import build
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, SiloModalities
@@ -104,14 +104,14 @@ class RunData:
 
     def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
         """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
-        return build_towers(
+        return build(
             scenario.backbone,
-            scenario.objective,
             self.inputs,
-            self.label_names,
             scenario.seed,
-            device,
-            modalities,
+            objective=scenario.objective,
+            label_names=self.label_names,
+            device=device,
+            modalities=modalities,
             cache=self.cache,
         )
 

@@ -293,8 +293,9 @@ class FederatedProtocol(ABC):
     Options: ClassVar[type[Any]] = NoOptions
     REPORTED: ClassVar[Mapping[str, ReportedValue]] = {}
 
-    @abstractmethod
-    def __init__(self, options: Any, context: Context) -> None: ...
+    def __init__(self, options: Any, context: Context) -> None:
+        self.options = options
+        self.context = context
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Whether the method can select this silo for training; by default any silo that holds data."""
@@ -337,8 +338,8 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """All traits in this run, which include those of :meth:`traits_of`."""
-        return Traits()
+        """All traits in this run, which include those of :meth:`traits_of`; by default these alone."""
+        return self.traits_of(self.options)
 
     def check(self, payloads: Sequence[Payload]) -> None:
         """Check those payloads of a reply whose shapes only the method knows, e.g. FedHAP's discriminator.

@@ -10,6 +10,7 @@ import torch
 
 from fedmq.config.scenario import Backbone, Objective
 from fedmq.config.sections import Modality
+from fedmq.data.labels import fine_columns
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
 from fedmq.models import hash_networks
@@ -17,62 +18,38 @@ from fedmq.models.objective_registry import network_of
 from fedmq.models.two_tower import TwoTower, feature_towers, initial_parameters, joint_dim
 
 
-def build_towers(
+def build(
     backbone: Backbone,
-    objective: Objective,
     inputs: InputSpec,
-    label_names: Sequence[str],
     seed: int,
-    device: str = "cpu",
-    modalities: Sequence[Modality] = MODALITIES,
     *,
+    objective: Objective | None = None,
+    label_names: Sequence[str] = (),
+    device: str | torch.device = "cpu",
+    modalities: Sequence[Modality] = MODALITIES,
     cache: Path | None = None,
 ) -> TwoTower:
     """Build the two towers of an objective with their initial parameters, the same in every process.
 
     Args:
         backbone: the scenario's backbone section.
-        objective: the scenario's objective section, which may replace the towers by a hash network.
         inputs: shapes and dtypes of the prepared data.
+        seed: the scenario's seed.
+        objective: the scenario's objective section, which may replace the towers by a hash network; None for adapters
+            and heads.
         label_names: names of the data's labels, which determine the size of classifiers.
-        seed: the scenario's seed.
-        device: device of the model.
-        modalities: modalities whose frozen towers are loaded.
-        cache: folder of the shared frozen weights; None takes the default.
-
-    Raises:
-        InputError: backbone, objective and data do not fit together.
-    """
-    if network_of(objective) is None:
-        return build(backbone, inputs, seed, device=device, modalities=modalities, cache=cache)
-    trained = backbone if backbone.end_to_end else None
-    classes = hash_networks.classes_of(label_names)
-    return hash_networks.build(objective, inputs, classes, seed, torch.device(device), trained=trained)
-
-
-def build(
-    backbone: Backbone,
-    inputs: InputSpec,
-    seed: int,
-    device: str | torch.device = "cpu",
-    modalities: Sequence[Modality] = MODALITIES,
-    *,
-    cache: Path | None = None,
-) -> TwoTower:
-    """Build the model with its initial parameters, the same in every process.
-
-    Args:
-        backbone: the scenario's backbone section.
-        inputs: shapes and dtypes of the prepared data.
-        seed: the scenario's seed.
         device: device of the model.
         modalities: modalities whose frozen towers are loaded. The model always has the trainable parameters of both.
         cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
 
     Raises:
-        InputError: head, dimensions and backbone are incompatible.
+        InputError: backbone, objective and data do not fit together.
     """
     place = torch.device(device)
+    if objective is not None and network_of(objective) is not None:
+        trained = backbone if backbone.end_to_end else None
+        classes = len(fine_columns(label_names))
+        return hash_networks.build(objective, inputs, classes, seed, place, trained=trained)
     if backbone.adapter_site == "blocks":
         from fedmq.models import clip_two_tower  # noqa: PLC0415 - open_clip is slow to import and not needed for features
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedmq.config.scenario import Backbone, Objective
-from fedmq.data.labels import fine_columns
 from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
@@ -86,6 +87,24 @@ class Tower(nn.Module):
     def squashed(self, raw: Tensor) -> Tensor:
         """The code [B, r] from outputs of the last layer [B, r], with the current sharpness."""
         return torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
+
+
+def towers_of(model: TwoTower) -> list[Tower]:
+    """The towers of a hash network; none of other models."""
+    return [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
+
+
+@contextmanager
+def towers_with(model: TwoTower, **values: Any) -> Iterator[None]:
+    """Context in which a hash network's towers have other values of ``noise``, ``memory`` or ``sharpness``."""
+    before = [(tower, {name: getattr(tower, name) for name in values}) for tower in towers_of(model)]
+    try:
+        for tower, _ in before:
+            vars(tower).update(values)
+        yield
+    finally:
+        for tower, old in before:
+            vars(tower).update(old)
 
 
 @cache
@@ -196,11 +215,6 @@ class CommonSpace(nn.Module):
         if self.enhance is not None and tower.enhance is not None:
             code = self.enhance(F.relu(tower.enhance(common)))
         return Out(common, common, code, self.label(common))
-
-
-def classes_of(label_names: Sequence[str]) -> int:
-    """Number of classes of a classifier; of two label levels, those of the lower one."""
-    return len(fine_columns(label_names))
 
 
 def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Backbone | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.heldout import load_inference
 from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
-from fedmq.models.build import build_towers
+from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of
 from fedmq.runs.results import read_summary
@@ -113,8 +113,15 @@ class ModelFolder:
             from fedmq.encoders.clip_weights import weights_digest  # noqa: PLC0415 - open_clip is slow to import
 
             self._check_frozen("blocks", (weights_digest(self.backbone, self.seed, self.cache),), recorded)
-        model = build_towers(
-            self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
+        model = build(
+            self.backbone,
+            inputs,
+            self.seed,
+            objective=self.objective,
+            label_names=label_names,
+            device=self.device,
+            modalities=modalities,
+            cache=self.cache,
         )
         if model.layout.digest != self.config.layout_digest:
             raise InputError(str(self.folder), "parameters of another model", "the release of this run")

@@ -5,8 +5,9 @@ Needs no labels. A single-modality silo uses the intra-modal term only, with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols.parts import training
-from protocols.parts.losses import unit
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Graph, cosines, item_features, mean_square
+from protocols.parts.losses import EPSILON, unit
+from protocols.parts.similarity import UNSUPERVISED_TOWERS, cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,88 @@ class Options:
     form: Literal["code", "paper"] = "code"
     similarity: Literal["features", "codes"] = "features"
     binary_steps: bool = True
+
+
+# --- the graph ------------------------------------------------------------------------------------------------------
+def smallest(values: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` smallest entries in each row [B, n], ties to the lowest index as in a stable sort."""
+    if count == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    threshold = values.kthvalue(count, dim=1, keepdim=True).values
+    below, equal = values < threshold, values == threshold
+    room = count - below.sum(1, keepdim=True)
+    return below | (equal & (equal.cumsum(1) <= room))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """DGCPN's similarity over a silo's whole training set, computed batch by batch.
+
+    A batch needs memory for [B, n]; the n x n matrix is never stored. Rows are recomputed for every batch, which is
+    cheap compared with the networks. Products of features are normalised, which avoids a normalised copy of them.
+
+    Args:
+        image: [n, d_i] features of any length.
+        text: [n, d_t] features of any length.
+        options: weights and shares.
+    """
+
+    image: Tensor
+    text: Tensor
+    options: Options = Options()
+
+    @cached_property
+    def scale(self) -> int:
+        """The scale rho of the neighbours' agreement."""
+        return round(self.options.scale_share * len(self.image))
+
+    def pairs(self, rows: Tensor) -> Tensor:
+        """P[rows] = a1 F_T F_T^T + (1 - a1) F_I F_I^T -> [B, n]."""
+        text, image = self._cosines(self.text, rows), self._cosines(self.image, rows)
+        return self.options.a1 * text + (1 - self.options.a1) * image
+
+    def _cosines(self, features: Tensor, rows: Tensor) -> Tensor:
+        lengths = self._lengths[0 if features is self.image else 1]
+        return unit(features[rows]) @ features.T / lengths
+
+    @cached_property
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        """Lengths of the image and the text features, each [n]."""
+        image, text = (torch.linalg.vector_norm(rows, dim=1).clamp_min(EPSILON) for rows in (self.image, self.text))
+        return image, text
+
+    def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
+        """A[rows]: P without each row's z smallest entries and the item itself, rows summing to 1 -> [B, n].
+
+        Negative entries are dropped too: the papers' features have none, and a row whose entries sum to nearly 0 could
+        not be normalised.
+
+        Args:
+            rows: int64 [B].
+            pairs: [B, n], P[rows].
+        """
+        zeroed = min(round(self.options.zeroed_share * self.scale), len(self.image))
+        kept = pairs.clamp_min(0).masked_fill(smallest(pairs, zeroed), 0)
+        kept[torch.arange(len(rows)), rows] = 0
+        return kept / kept.sum(1, keepdim=True).clamp_min(EPSILON)
+
+    def agreement(self, rows: Tensor, pairs: Tensor) -> Tensor:
+        """The neighbours' agreement rho A A^T between the given rows -> [B, B]."""
+        near = self.neighbours(rows, pairs)
+        return self.scale * near @ near.T
+
+    def similarity(self, rows: Tensor) -> Tensor:
+        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 between the given rows -> [B, B].
+
+        Args:
+            rows: int64 [B].
+        """
+        pairs = self.pairs(rows)
+        return 2 * ((1 - self.options.a2) * pairs[:, rows] + self.options.a2 * self.agreement(rows, pairs)) - 1
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+Loss = Callable[[Tensor | None, Tensor | None, Tensor, Options], Tensor]
 
 
 class Terms(NamedTuple):
@@ -139,11 +222,6 @@ def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, opti
     return of_image + loss(signs(image.detach()), text, similar, options)
 
 
-def graph_of(image: Tensor, text: Tensor, options: Options) -> Graph:
-    """Graph over n items with image features [n, d_i] and text features [n, d_t], of any length."""
-    return Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
-
-
 def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Options) -> Tensor:
     """S_gc(H^V, H^T) of FedUCH's eq 6 over the batch only -> [B, B]; without gradient.
 
@@ -154,7 +232,7 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
     """
     present = [unit(code.detach()) for code in (image, text) if code is not None]
     rows = torch.arange(len(present[0]), device=present[0].device)
-    return graph_of(present[0], present[-1], options).similarity(rows)
+    return Graph(present[0], present[-1], options).similarity(rows)
 
 
 @dataclass(frozen=True)
@@ -180,18 +258,14 @@ class Dgcpn(training.Work):
         for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
             fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
 
-            def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
-                both = training.codes(image, text)
-                return loss(*both, similarity_of_codes(*both, self.options) if fixed is None else fixed, self.options)
-
-            def binary(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
+            def step(chosen: Loss, image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
                 both = training.codes(image, text)
                 similar = similarity_of_codes(*both, self.options) if fixed is None else fixed
-                return binary_loss(*both, similar, self.options)
+                return chosen(*both, similar, self.options)
 
-            yield training.Step(rows, caption, relaxed)
+            yield training.Step(rows, caption, partial(step, loss))
             if self.options.binary_steps and self.local.silo.paired:
-                yield training.Step(rows, caption, binary, main=False)
+                yield training.Step(rows, caption, partial(step, binary_loss), main=False)
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:
@@ -199,7 +273,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
     graph = None
     if options.similarity == "features":
         image, text = (features.to(local.model.flat.device) for features in item_features(local.dataset))
-        graph = graph_of(image, text, options)
+        graph = Graph(image, text, options)
     return Dgcpn(options, local, context.training.batch_size, graph)
 
 

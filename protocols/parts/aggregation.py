@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
+from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Model
+from fedmq.wire.payloads import Delta, Model, PartialDelta, Payload
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 18
@@ -140,35 +141,40 @@ def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def fresh_rows(versions: Tensor, replies: Sequence[Update], version: int, max_age: int | None) -> tuple[Tensor, Tensor]:
-    """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].
-
-    Rows of silos that reply in this merge are always used, whatever their age.
+def updated_table(
+    tensors: Mapping[str, Tensor], replies: Sequence[Update], versions: str, values: Mapping[str, Sequence[Tensor]]
+) -> dict[str, Tensor]:
+    """A table of the silos' last statistics after a merge; replies older than a silo's row are ignored.
 
     Args:
-        versions: int64 [N] before the merge; -1 for silos that have not reported.
-        replies: replies of the merge.
-        version: current model version.
-        max_age: see :func:`still_known`.
+        tensors: with the table's columns, [N, ...] each.
+        replies: M replies of the merge.
+        versions: name of the column int64 [N] of each row's base version, -1 for silos that have not reported.
+        values: the M replies' values of each other column, by name.
     """
-    versions = versions.clone()
-    rows = [reply.silo.index for reply in replies]
-    versions[rows] = torch.tensor([reply.base_version for reply in replies])
-    known = still_known(versions, version, max_age)
-    known[rows] = True
-    return versions, known
+    table = {name: tensors[name].clone() for name in (versions, *values)}
+    for place, reply in enumerate(replies):
+        row = reply.silo.index
+        if reply.base_version >= int(table[versions][row]):
+            table[versions][row] = reply.base_version
+            for name, column in values.items():
+                table[name][row] = column[place]
+    return table
 
 
-def still_known(versions: Tensor, version: int, max_age: int | None) -> Tensor:
+def still_known(versions: Tensor, version: int, max_age: int | None, replies: Sequence[Update] = ()) -> Tensor:
     """Which rows of a table of silos' last statistics are in use, bool [N]: those reported at most ``max_age`` ago.
 
     Args:
         versions: int64 [N], the model version each row was reported for; -1 for silos that have not reported.
         version: current model version.
         max_age: oldest row in use, in versions; None sets no limit.
+        replies: replies of this merge, whose silos' rows are in use whatever their age.
     """
     known = versions >= 0
-    return known if max_age is None else known & (version - versions <= max_age)
+    known = known if max_age is None else known & (version - versions <= max_age)
+    known[[reply.silo.index for reply in replies]] = True
+    return known
 
 
 def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
@@ -242,3 +248,62 @@ def merge_updates(
         else:
             add_weighted(step[part], parts, weights * torch.tensor(owners))
     return step.add_(theta).to(theta.dtype)
+
+
+# --------------------------------------------------------------------------------------------------- missing branches
+# Nothing trains the branch of a modality that a silo lacks, so its change is exactly zero and is not sent: the silo
+# uploads a partial delta of the layers it trains, and the coordinator, which knows its modalities, restores the zeros.
+def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
+    """The layers that a method's updates cover.
+
+    Args:
+        layout: layout of the whole model.
+        layers: the method's shared layers; None if it shares all.
+    """
+    return tuple(layout.by_name) if layers is None else tuple(layers)
+
+
+def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
+    """The subset of ``layers`` that a silo trains; empty if all of them are of the modality it lacks."""
+    lacked = tuple(prefix for modality, prefix in BRANCHES.items() if not getattr(silo, modality))
+    return tuple(name for name in layers if not name.startswith(lacked))
+
+
+def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
+    """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
+
+    Args:
+        payload: payload from the method; an update's buffer is float32.
+        layout: layout of the whole model.
+        silo: the sender.
+    """
+    if not isinstance(payload, Delta | PartialDelta):
+        return payload
+    layers = layers_of(layout, payload.names if isinstance(payload, PartialDelta) else None)
+    kept = trainable(layers, silo)
+    if kept == layers:
+        return payload
+    part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
+    change = extract(read_only(payload.buffer), part, kept)
+    return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
+
+
+def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
+    """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
+
+    Args:
+        payload: payload as received, checked by ``coordinator.updates``.
+        layout: layout of the whole model.
+        layers: the layers that the method's updates cover; None for the whole model.
+        silo: the sender.
+    """
+    names = layers_of(layout, layers)
+    if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:
+        return payload
+    part = layout.part(names)
+    change = torch.zeros(part.size)
+    insert(change, part, payload.names, read_only(payload.buffer))
+    buffer = change.numpy()
+    if layers is None:
+        return Delta(payload.layout_digest, buffer, payload.n_samples)
+    return PartialDelta(payload.layout_digest, names, buffer, payload.n_samples)

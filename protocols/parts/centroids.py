@@ -20,7 +20,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Local, ReportedValue, SiloFacts, Task, Update, take
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
-from protocols.parts import class_prototypes, training, unpaired
+from protocols.parts import aggregation, class_prototypes, training, unpaired
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import unit
 
@@ -289,20 +289,16 @@ def updated(
         round_: the merge's number.
         max_age: maximum age of entries, in versions; None sets no limit.
     """
-    centroids, counts, versions = (tensors[name].clone() for name in (CENTROIDS, COUNTS, VERSIONS))
-    count = centroids.shape[2]
+    values: dict[str, list[Tensor]] = {CENTROIDS: [], COUNTS: []}
     for reply in replies:
-        if reply.base_version < int(versions[reply.silo.index]):
-            continue
-        versions[reply.silo.index] = reply.base_version
-        sent = take(reply.payloads, ClassPrototypes)
-        has_modality = torch.tensor([[reply.silo.image], [reply.silo.text]])
-        counts[reply.silo.index] = as_tensor(sent.counts).view(2, count) * has_modality
-        rows = unit(as_tensor(sent.prototypes)).view(2, count, -1)
-        centroids[reply.silo.index] = rows * (counts[reply.silo.index] > 0).unsqueeze(2)
+        sent = class_prototypes.rows_of_owned_modalities(reply)
+        counts = as_tensor(sent.counts).view(2, -1)
+        values[COUNTS].append(counts)
+        values[CENTROIDS].append(unit(as_tensor(sent.prototypes)).view(*counts.shape, -1) * (counts > 0).unsqueeze(2))
+    table = aggregation.updated_table(tensors, replies, VERSIONS, values)
     if max_age is not None:
-        counts[round_ - versions > max_age] = 0
-    return {CENTROIDS: centroids, COUNTS: counts, VERSIONS: versions}
+        table[COUNTS][round_ - table[VERSIONS] > max_age] = 0
+    return table
 
 
 def known(tensors: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Update, take
 from fedmq.models.hash_networks import plans_of
 from fedmq.wire.payloads import ClassPrototypes
-from protocols.parts.aggregation import as_tensor, still_known
+from protocols.parts.aggregation import as_tensor, still_known, updated_table
 from protocols.parts.prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"
@@ -199,13 +199,9 @@ def updated(
         max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.
     """
-    table, counts, versions = (tensors[name].clone() for name in (TABLE, COUNTS, VERSIONS))
-    for reply, sent in replies:
-        row = reply.silo.index
-        if reply.base_version < int(versions[row]):
-            continue
-        table[row], counts[row] = as_tensor(sent.prototypes), as_tensor(sent.counts)
-        versions[row] = reply.base_version
-    alive = torch.where(still_known(versions, version, max_age)[:, None], counts, 0)
-    means, valid = global_means(table.double(), alive, weighted=weighted)
-    return {TABLE: table, COUNTS: counts, VERSIONS: versions, GLOBAL: means.float(), VALID: valid}
+    sent = [(as_tensor(each.prototypes), as_tensor(each.counts)) for _, each in replies]
+    values = {TABLE: [rows for rows, _ in sent], COUNTS: [counts for _, counts in sent]}
+    table = updated_table(tensors, [reply for reply, _ in replies], VERSIONS, values)
+    alive = torch.where(still_known(table[VERSIONS], version, max_age)[:, None], table[COUNTS], 0)
+    means, valid = global_means(table[TABLE].double(), alive, weighted=weighted)
+    return {**table, GLOBAL: means.float(), VALID: valid}

@@ -8,7 +8,7 @@ row without samples has support 0 and is not used.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -215,18 +215,4 @@ def capped(weights: Tensor, limits: Tensor) -> Tensor:
         if not bool(over.any()):
             break
         at_limit = at_limit | over
-    return result
-
-
-def updated_table(table: Mapping[str, Tensor], reports: Sequence[tuple[int, int, Rows]]) -> dict[str, Tensor]:
-    """The table of last memories after a merge; reports older than a silo's entry are ignored.
-
-    Args:
-        table: ``rows`` [K, C, r], ``support`` int64 [K, C], ``versions`` int64 [K], -1 before a silo's first report.
-        reports: (silo index, base version, memory) each.
-    """
-    result = {name: tensor.clone() for name, tensor in table.items()}
-    for silo, version, (rows, support) in reports:
-        if version >= int(result["versions"][silo]):
-            result["rows"][silo], result["support"][silo], result["versions"][silo] = rows, support, version
     return result

@@ -8,7 +8,7 @@ token, [M, 2d + 8]; there is no padding, so no attention mask is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -266,26 +266,3 @@ class Statistics:
     mask: Tensor
     geometry: Tensor
     losses: Tensor
-
-
-def updated_table(
-    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
-) -> dict[str, Tensor]:
-    """The table of last-known statistics after a merge; replies older than a silo's entry are ignored.
-
-    Args:
-        tensors: with the table's ``table_*`` tensors.
-        rows: int64 [M] silo of each report.
-        statistics: the reports.
-        versions: [M] base version of each report.
-    """
-    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
-    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
-        if version < int(table["table_versions"][row]):
-            continue
-        table["table_versions"][row] = version
-        table["table_prototypes"][row] = statistics.prototypes[at]
-        table["table_mask"][row] = statistics.mask[at]
-        table["table_geometry"][row] = statistics.geometry[at]
-        table["table_losses"][row] = statistics.losses[at]
-    return table

@@ -1,16 +1,13 @@
 """Similarities of unlabelled pairs, the targets of the unsupervised hashing bases, and training towards them.
 
-Features are frozen, so a silo's targets do not change. DGCPN's targets depend on the silo's whole training set; they
-are computed per batch, since a step only needs the batch's rows and columns of the n x n matrix.
+Features are frozen, so a silo's targets do not change.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,11 +16,11 @@ from torch import Tensor
 from fedmq.config.scenario import Training
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.federation.protocol import Local
-from fedmq.models.hash_networks import Tower
+from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import training
-from protocols.parts.losses import EPSILON, unit
+from protocols.parts.losses import unit
 
 _EPOCHS = "base.epochs"
 #: The towers of DGCPN, DJSRH and JDSH.
@@ -92,116 +89,7 @@ def _both(image: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor]:
     return present if image is None else image, present if text is None else text
 
 
-# --------------------------------------------------------------------------------------------------- DGCPN's graph
-def smallest(values: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` smallest entries in each row [B, n], ties to the lowest index as in a stable sort."""
-    if count == 0:
-        return torch.zeros_like(values, dtype=torch.bool)
-    threshold = values.kthvalue(count, dim=1, keepdim=True).values
-    below, equal = values < threshold, values == threshold
-    room = count - below.sum(1, keepdim=True)
-    return below | (equal & (equal.cumsum(1) <= room))
-
-
-@dataclass(frozen=True)
-class Graph:
-    """DGCPN's similarity over a silo's whole training set, computed batch by batch.
-
-    A batch needs memory for [B, n]; the n x n matrix is never stored. Rows are recomputed for every batch, which is
-    cheap compared with the networks. Products of features are normalised, which avoids a normalised copy of them.
-
-    Args:
-        image: [n, d_i] features of any length.
-        text: [n, d_t] features of any length.
-        a1: weight of the text in the pairwise similarity.
-        a2: weight of the neighbours' agreement in the result.
-        scale_share: rho / n, the scale of the neighbours' agreement.
-        zeroed_share: z / rho, the fraction of a row's smallest entries that are set to 0.
-    """
-
-    image: Tensor
-    text: Tensor
-    a1: float = 0.3
-    a2: float = 0.3
-    scale_share: float = 0.9
-    zeroed_share: float = 0.45
-
-    @property
-    def scale(self) -> int:
-        """The scale rho of the neighbours' agreement."""
-        return round(self.scale_share * len(self.image))
-
-    @property
-    def zeroed(self) -> int:
-        """The number z of entries per row that are set to 0."""
-        return min(round(self.zeroed_share * self.scale), len(self.image))
-
-    def pairs(self, rows: Tensor) -> Tensor:
-        """P[rows] = a1 F_T F_T^T + (1 - a1) F_I F_I^T -> [B, n]."""
-        text, image = self._cosines(self.text, rows), self._cosines(self.image, rows)
-        return self.a1 * text + (1 - self.a1) * image
-
-    def _cosines(self, features: Tensor, rows: Tensor) -> Tensor:
-        lengths = self._lengths[0 if features is self.image else 1]
-        return unit(features[rows]) @ features.T / lengths
-
-    @cached_property
-    def _lengths(self) -> tuple[Tensor, Tensor]:
-        """Lengths of the image and the text features, each [n]."""
-        image, text = (torch.linalg.vector_norm(rows, dim=1).clamp_min(EPSILON) for rows in (self.image, self.text))
-        return image, text
-
-    def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
-        """A[rows]: P without each row's z smallest entries and the item itself, rows summing to 1 -> [B, n].
-
-        Negative entries are dropped too: the papers' features have none, and a row whose entries sum to nearly 0 could
-        not be normalised.
-
-        Args:
-            rows: int64 [B].
-            pairs: [B, n], P[rows].
-        """
-        kept = pairs.clamp_min(0).masked_fill(smallest(pairs, self.zeroed), 0)
-        kept[torch.arange(len(rows)), rows] = 0
-        return kept / kept.sum(1, keepdim=True).clamp_min(EPSILON)
-
-    def agreement(self, rows: Tensor, pairs: Tensor) -> Tensor:
-        """The neighbours' agreement rho A A^T between the given rows -> [B, B]."""
-        near = self.neighbours(rows, pairs)
-        return self.scale * near @ near.T
-
-    def similarity(self, rows: Tensor) -> Tensor:
-        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 between the given rows -> [B, B].
-
-        Args:
-            rows: int64 [B].
-        """
-        pairs = self.pairs(rows)
-        return 2 * ((1 - self.a2) * pairs[:, rows] + self.a2 * self.agreement(rows, pairs)) - 1
-
-
 # ------------------------------------------------------------------------- training that reconstructs a similarity
-def sharpness(epochs: int) -> float:
-    """Factor of the inputs of tanh after ``epochs`` epochs: alpha = sqrt(epochs + 1).
-
-    Epochs are counted over all tasks of the silo; counted per task, the factor would stay near 1.
-    """
-    return math.sqrt(epochs + 1)
-
-
-@contextmanager
-def sharpened(local: Local, factor: float) -> Iterator[None]:
-    """Multiply the inputs of tanh by a factor; outside training it is 1, which gives the same signs."""
-    towers = [tower for tower in (local.model.visual, local.model.text) if isinstance(tower, Tower)]
-    for tower in towers:
-        tower.sharpness = factor
-    try:
-        yield
-    finally:
-        for tower in towers:
-            tower.sharpness = 1.0
-
-
 @dataclass(frozen=True)
 class Reconstruction(training.Work):
     """One step per batch towards the batch's similarity; the sharpness of codes grows with every epoch.
@@ -227,7 +115,8 @@ class Reconstruction(training.Work):
         """One step per batch of a permutation."""
         caption = training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
-        with sharpened(self.local, sharpness(self.before + epoch)):
+        # The factor of tanh's inputs counts epochs over all tasks of the silo; within one it would stay near 1.
+        with towers_with(self.local.model, sharpness=math.sqrt(self.before + epoch + 1)):
             for rows in training.batches(len(self.local.dataset), self.settings.batch_size, generator):
                 similar = self.target(*(features.to(device) for features in batch_features(self.local, rows, caption)))
 

@@ -21,7 +21,7 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.errors import DivergedError, InputError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.federation.updates import read_only
-from fedmq.models.hash_networks import Tower
+from fedmq.models.hash_networks import towers_with
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
@@ -274,7 +274,7 @@ def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Ou
 @contextmanager
 def parameters(local: Local, theta: Tensor) -> Iterator[None]:
     """Run the silo's model with other parameters [P] and without dropout, e.g. the global or the previous model's."""
-    with local.model.computing_with(theta), _dropout(local.model, None):
+    with local.model.computing_with(theta), towers_with(local.model, noise=None):
         yield
 
 
@@ -337,10 +337,10 @@ def train_epochs(
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
     dropout, snapshots, start = torch_generator(context.seed, *path), None, 0
     if resumable and extra is None and isinstance(work, EveryBatch) and training.local_epochs > 1:
-        snapshots = Snapshots(local, task, base, training.local_epochs, optimisers, generator, dropout)
+        snapshots = Snapshots(local, task, base, optimisers, generator, dropout)
         start, total, seen = snapshots.resume(total)
         moved = start > 0
-    with _dropout(model, dropout):
+    with towers_with(model, noise=dropout):
         for epoch in range(start, training.local_epochs):
             before, seen_before = total.clone(), seen
             steps = work.steps(epoch, generator)
@@ -409,20 +409,6 @@ def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
-
-
-@contextmanager
-def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
-    """Let all towers draw dropout masks from one generator; None turns dropout off."""
-    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
-    before = [tower.noise for tower in towers]
-    for tower in towers:
-        tower.noise = noise
-    try:
-        yield
-    finally:
-        for tower, old in zip(towers, before, strict=True):
-            tower.noise = old
 
 
 def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:

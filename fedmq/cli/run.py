@@ -151,7 +151,7 @@ def _finished(folder: RunFolder, simulated: Simulated, command: str, *, quiet: b
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
     """Pass the run's records on to its trackers while the block runs."""
-    from fedmq.runs.tracking import tracking  # noqa: PLC0415
+    from fedmq.runs.trackers import tracking  # noqa: PLC0415
 
     return tracking(run, folder, _notice)
 

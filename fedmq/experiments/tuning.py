@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict
 
 from fedmq import seeds
 from fedmq.clock import Clock, WallClock
@@ -28,7 +28,7 @@ from fedmq.experiments.files import Range, TunedMethod, TunePlan, as_settings
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.packages import package
 from fedmq.runs import results
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
+from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.regular_files import AppendedLines, check_regular, read_regular
 from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 
@@ -355,13 +355,14 @@ class _Search:
 
     def _follow(self, batch: list[_Attempt], followed: Mapping[str, AppendedLines]) -> None:
         """Report new evaluations to the pruner, in order of rounds, once all seeds of a trial have them."""
-        fresh = {name: list(_evaluations(lines)) for name, lines in followed.items()}
+        fresh = {name: results.new_metrics(lines)[0] for name, lines in followed.items()}
         for attempt in batch:
             if not attempt.method.evaluate_every:
                 continue
             for run in attempt.runs:
                 for line in fresh[run.name]:
-                    if (value := line.metrics.get(self._plan.spec.metric)) is not None:
+                    value = line.metrics.get(self._plan.spec.metric) if isinstance(line, EvaluationLine) else None
+                    if value is not None:
                         attempt.seen.setdefault(line.version, {})[run.name] = value
             self._judge(attempt)
 
@@ -419,13 +420,3 @@ class _Search:
         if len(numbers) < len(values):
             return TrialState.FAILED, numbers, f"{metric} is not a number"
         return TrialState.FINISHED, numbers, ""
-
-
-def _evaluations(lines: AppendedLines) -> Iterator[EvaluationLine]:
-    for text in lines.new()[0]:
-        try:
-            line = AnyMetricsLine.model_validate_json(text).root
-        except ValidationError:
-            continue
-        if isinstance(line, EvaluationLine):
-            yield line

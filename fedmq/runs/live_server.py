@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from fedmq.config.resolve import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
@@ -31,8 +29,8 @@ from fedmq.runs.report import figures, run_report
 from fedmq.runs.report.html import Figure, render
 from fedmq.runs.report.logs import LogFacts, add_records, time_axis, timeline
 from fedmq.runs.result_limits import Gallery, gallery_of, gallery_of_status, meaningful
-from fedmq.runs.results import read_summary, with_own_figures
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
+from fedmq.runs.results import new_metrics, read_summary, with_own_figures
+from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import RunFolder
@@ -77,22 +75,18 @@ class GrowingRun:
     captions: Mapping[str, ReportedValue]
     lines: list[MetricsLine] = field(default_factory=list)
     facts: LogFacts = field(default_factory=LogFacts)
-    _read: dict[Path, AppendedLines] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._metrics = AppendedLines(self.folder.metrics)
+        self._log = AppendedLines(self.folder.messages(COORDINATOR))
 
     def update(self) -> bool:
         """Read new records; returns whether there were any."""
-        metrics, cut = self._new(self.folder.metrics)
-        if cut:
-            self.lines.clear()
-        for line in metrics:
-            with contextlib.suppress(ValidationError):
-                self.lines.append(AnyMetricsLine.model_validate_json(line).root)
-        records, _ = self._new(self.folder.messages(COORDINATOR))
+        metrics, cut = new_metrics(self._metrics)
+        self.lines = [*([] if cut else self.lines), *metrics]
+        records, _ = self._log.new()
         add_records(self.facts, records)
         return bool(metrics or records)
-
-    def _new(self, path: Path) -> tuple[list[bytes], bool]:
-        return self._read.setdefault(path, AppendedLines(path)).new()
 
     def figures(self) -> list[Figure]:
         """The charts of the records so far, as the report draws them."""

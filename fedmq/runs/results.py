@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from pydantic import ValidationError
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
@@ -25,7 +28,7 @@ from fedmq.runs.run_records import (
     SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
-from fedmq.storage.regular_files import open_regular
+from fedmq.storage.regular_files import AppendedLines, open_regular
 from fedmq.storage.run_folder import RunFolder, append_line
 
 _FINISHED = "the folder of a finished run"
@@ -50,6 +53,15 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     """
     allowed = "a line of a merge or an evaluation"
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
+
+
+def new_metrics(appended: AppendedLines) -> tuple[list[MetricsLine], bool]:
+    """The valid lines that a run has appended to ``metrics.jsonl``, and whether the file was cut before."""
+    lines, (texts, cut) = list[MetricsLine](), appended.new()
+    for text in texts:
+        with contextlib.suppress(ValidationError):
+            lines.append(AnyMetricsLine.model_validate_json(text).root)
+    return lines, cut
 
 
 @span("disk")

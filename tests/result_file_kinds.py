@@ -21,10 +21,10 @@ from fedmq.data.prepared_arrays import open_prepared
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
 from fedmq.federation.faults import FaultSchedule
-from fedmq.retrieval import report_data
+from fedmq.retrieval import plots, report_data
 from fedmq.retrieval.model_export import export_hub
 from fedmq.retrieval.released_model import open_model, open_release
-from fedmq.runs import results, tables
+from fedmq.runs import results
 from fedmq.runs.report import run_report
 from fedmq.runs.report.logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
@@ -173,7 +173,7 @@ def _audit(folder: Path) -> None:
 RESULT_KINDS: Mapping[str, Kind] = {
     "run folder": Kind(_run_folder, _audit, _chained, most=10),
     "results": Kind(_finished, _read_results),
-    "runs of a comparison": Kind(_runs_csv, lambda folder: tables.named([folder])),
+    "runs of a comparison": Kind(_runs_csv, lambda folder: plots.named([folder])),
     "trace": Kind(_trace, _read_trace),
     "faults of a resumed run": Kind(_faults, _read_faults),
     "prepared data": Kind(_prepared, _read_prepared),

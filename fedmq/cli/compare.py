@@ -18,12 +18,11 @@ from rich.live import Live
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, exit_stopped, out, until_stopped
-from fedmq.cli.options import AsJson, Quiet
-from fedmq.cli.scenarios import resolved_file, warn
+from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import counted, print_json, print_line
+from fedmq.text import as_csv, counted, print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -314,7 +313,7 @@ def carry_out(options: Options) -> None:
         InputError: an option is not allowed, or a folder cannot be written.
     """
     plan = plan_of(options)
-    from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
+    from fedmq.experiments import runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
@@ -347,7 +346,7 @@ def carry_out(options: Options) -> None:
     else:
         out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last, so that the tables exist even if this fails.
-    write_text(folder / "plots.html", plots.page(comparison.rows, title, command_line(), table))
+    write_text(folder / "plots.html", tables.page(comparison.rows, title, command_line(), table))
     if not options.as_json:
         print_line(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html")
     _report_problems(comparison)
@@ -400,7 +399,6 @@ def _report_problems(comparison: Comparison) -> None:
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:
     from fedmq.experiments import tables  # noqa: PLC0415
-    from fedmq.runs.tables import as_csv  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     results = {

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from fedmq.cli.console import bar, err, later, out
-from fedmq.cli.options import CONNECT, Quiet
-from fedmq.cli.scenarios import resolved
+from fedmq.cli.options import CONNECT, Quiet, resolved
 from fedmq.errors import InputError
 from fedmq.text import is_float, one_of, print_line, printable
 

@@ -34,9 +34,11 @@ from fedmq.cli.options import (
     SiloName,
     SiloOut,
     SiteFile,
+    print_results,
+    resolved,
+    resolved_file,
     silo_arguments,
 )
-from fedmq.cli.scenarios import print_results, resolved, resolved_file
 from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
 from fedmq.text import counted, print_json, print_line, printable, size_text

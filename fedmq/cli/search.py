@@ -20,9 +20,9 @@ from fedmq.errors import InputError
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
+    from fedmq.retrieval.plots import Runs
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
-    from fedmq.runs.tables import Runs
 
 #: Shows progress: what, done, total.
 Show = Callable[[str, int, int], None]
@@ -102,10 +102,10 @@ def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) ->
         raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
     for run in runs:
         require_folder(run)
-    from fedmq.runs import tables  # noqa: PLC0415
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
 
     name = None if site is None else _adopt_site(site)
-    return tables.named(runs, silo or name)
+    return plots.named(runs, silo or name)
 
 
 class Side(StrEnum):

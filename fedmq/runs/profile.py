@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from fedmq.packages import __version__
 from fedmq.profiling import COMMAND, PARTY, PHASES
-from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder, write_bytes, write_text
+from fedmq.text import as_csv
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 #: The time of a party that belongs to no phase.

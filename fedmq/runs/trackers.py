@@ -36,12 +36,11 @@ from fedmq.errors import FedmqError, InputError
 from fedmq.packages import __version__, install_hint, package
 from fedmq.runs.results import new_metrics, read_summary, with_own_figures
 from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, OwnHeldOutLine, PersonalLine
-from fedmq.runs.tables import csv_cell
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.locks import locked
 from fedmq.storage.regular_files import AppendedLines
 from fedmq.storage.run_folder import RunFolder, write_json
-from fedmq.text import printable
+from fedmq.text import csv_cell, printable
 
 #: Project (W&B) and experiment (MLflow) of the runs, unless the libraries' environment variables name another one.
 PROJECT = "fedmq"

@@ -239,7 +239,7 @@ def test_the_time_to_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_
     assert outcome.time_to(Target("mean_r1", 0.3)) == 3.0
     assert outcome.time_to(Target("mean_r1", 0.6)) is None
     evaluations = [
-        dataclasses.replace(each, metrics={**each.metrics, "i2t_medr": rank})
+        each._replace(figures={"metrics": {"i2t_medr": rank}})
         for each, rank in zip(outcome.evaluations, (50.0, 4.0), strict=True)
     ]
     ranked = dataclasses.replace(outcome, evaluations=tuple(evaluations))

@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from fedmq.audit.findings import Cause, Finding, by_cause, damaged
 from fedmq.cli.console import AGAINST_POLICY, DIFFERENT, INCOMPLETE, bar, later, out
 from fedmq.cli.options import AsJson
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder, require_folder
 from fedmq.text import counted, first_few, one_of, print_json, print_line, printable, size_text, tensor_text
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
-    from fedmq.audit.findings import Finding
     from fedmq.audit.log_checks import Audit
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
@@ -120,8 +121,6 @@ class _Options:
 
 def _audit(run: Path, options: _Options) -> int:
     """Audit a run, print the result, and return the exit code."""
-    from fedmq.storage.run_folder import RunFolder, require_folder  # noqa: PLC0415 - --help does without
-
     require_folder(run)
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415
     from fedmq.audit.heads import check_expected, differences, heads_of, write_heads  # noqa: PLC0415
@@ -232,7 +231,6 @@ def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
-    from fedmq.audit.findings import Cause, damaged  # noqa: PLC0415
     from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
 
     try:
@@ -270,8 +268,6 @@ def print_audit(
 
 def _print_findings(audit: Audit, console: Console, *, verbose: bool, silo: str | None) -> None:
     """Print every finding, or of many one line for each log or file that differs."""
-    from fedmq.audit.findings import Cause, by_cause  # noqa: PLC0415 - --help does without
-
     findings = audit.findings
     if silo is not None:
         findings = [each for each in findings if silo in (each.process, each.place.partition(".jsonl")[0])]

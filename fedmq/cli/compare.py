@@ -22,6 +22,7 @@ from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED
+from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text
 from fedmq.text import as_csv, counted, print_json, print_line
 
 if TYPE_CHECKING:
@@ -315,7 +316,6 @@ def carry_out(options: Options) -> None:
     plan = plan_of(options)
     from fedmq.experiments import runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     folder = options.out_dir or default_folder(plan, options.kind, resolved_file)
     warn(resolved_runs(plan, resolved_file))
@@ -399,7 +399,6 @@ def _report_problems(comparison: Comparison) -> None:
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:
     from fedmq.experiments import tables  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     results = {
         "table.csv": as_csv(tables.plain(comparison.rows)),

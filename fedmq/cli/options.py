@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from fedmq.cli.console import BAD_INPUT, bar, err
 from fedmq.errors import InputError
@@ -292,8 +293,6 @@ _STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "warning": "
 
 def print_results(results: Iterable[Result], console: Console) -> bool:
     """Print a table of checks, their results and how to fix a problem; returns whether there is one."""
-    from rich.table import Table  # noqa: PLC0415 - only where it is shown
-
     table, made = Table(box=None, padding=(0, 2, 0, 0)), list(results)
     for head in ("check", "result", "how to fix"):
         table.add_column(head, overflow="fold")

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from fedmq.cli.console import bar, err, out, writes_unicode
 from fedmq.cli.options import AsJson, Device, Run
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import make_folder, require_folder, write_text
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -96,8 +97,6 @@ def _adopt_site(file: Path) -> str | None:
 
 def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) -> list[Runs]:
     """The runs of a plot, named after the silo if a personal model is used."""
-    from fedmq.storage.run_folder import require_folder  # noqa: PLC0415
-
     if site is not None and len(runs) > 1:
         raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
     for run in runs:
@@ -317,7 +316,6 @@ def curves_command(
     found = _finished_runs(runs, silo, site)
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
-    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     cutoffs = plots.parse_cutoffs(top)
     show = bar()
@@ -375,7 +373,6 @@ def tsne_command(
     from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
-    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     show, planes = bar(), []
     models = _models(first, lambda run: open_run_model(run, device, silo, show, site))

@@ -115,6 +115,13 @@ def size_text(number: float) -> str:
     return f"{number:.1f} TB"
 
 
+def duration_text(seconds: float) -> str:
+    """A time with its unit: ``40 s``, ``3.1 min``, ``2.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def tensor_text(size: int) -> str:
     """The size of a payload's tensors; one without tensors holds numbers or words only."""
     return size_text(size) if size else "numbers only"

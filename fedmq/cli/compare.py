@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from fedmq.cli.console import bar, err, exit_stopped, out, until_stopped
+from fedmq.cli.console import bar, err, exit_stopped, out
 from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
-from fedmq.launch.interrupts import FAILED
+from fedmq.launch.interrupts import FAILED, until_stopped
 from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text
-from fedmq.text import as_csv, counted, print_json, print_line
+from fedmq.text import as_csv, counted, duration_text, print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -413,7 +413,7 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
 def _progress_line(what: str, how: JobProgress) -> str:
     """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, ETA 3.1 min``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
-    eta = [] if how.left is None else [f"ETA {how.left:.0f} s" if how.left < 120 else f"ETA {how.left / 60:.1f} min"]
+    eta = [] if how.left is None else [f"ETA {duration_text(how.left)}"]
     return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *eta])
 
 

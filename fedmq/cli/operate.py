@@ -42,7 +42,7 @@ from fedmq.cli.options import (
 from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
 from fedmq.storage.run_folder import RunFolder, open_run, write_json, write_text
-from fedmq.text import counted, print_json, print_line, printable, size_text
+from fedmq.text import counted, duration_text, print_json, print_line, printable, size_text
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
@@ -170,14 +170,7 @@ def prune_command(run: Run, yes: Annotated[bool, typer.Option("--yes", help="Rem
 def _ago(at: str | None, now: datetime) -> str:
     if at is None:
         return "-"
-    seconds = max(0.0, (now - datetime.fromisoformat(at)).total_seconds())
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    return duration_text(max(0.0, (now - datetime.fromisoformat(at)).total_seconds()))
 
 
 def _show(status: StatusFile, now: datetime) -> None:

@@ -21,7 +21,6 @@ from fedmq.cli.console import (
     err,
     exit_stopped,
     starting,
-    until_stopped,
 )
 from fedmq.cli.options import (
     AsJson,
@@ -60,6 +59,7 @@ from fedmq.cli.options import (
 )
 from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
 from fedmq.errors import DiskError, InputError
+from fedmq.launch.interrupts import until_stopped
 from fedmq.profiling import span
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, make_folder, open_run, write_json, writing

@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 Show = Callable[[str, int, int], None]
 
 
+#: Modality of an item.
+Side = Literal["image", "text"]
 Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
@@ -107,20 +108,6 @@ def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) ->
     return plots.named(runs, silo or name)
 
 
-class Side(StrEnum):
-    """Modality of an item."""
-
-    IMAGE = "image"
-    TEXT = "text"
-
-
-class Among(StrEnum):
-    """What is searched."""
-
-    IMAGES = "images"
-    CAPTIONS = "captions"
-
-
 def search_command(
     run: Run,
     text: Text = None,
@@ -129,10 +116,11 @@ def search_command(
         str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
     ] = None,
     side: Annotated[
-        Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
+        Side | None,
+        typer.Option("--side", help="Modality of --item that is the query; by default its image."),
     ] = None,
     among: Annotated[
-        Among | None,
+        Literal["images", "captions"] | None,
         typer.Option("--among", help="Modality to search; by default the one other than the query's."),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
@@ -161,12 +149,10 @@ def search_command(
 
     for name, given in (("TEXT", text), ("--item", item)):
         whole(given or "", f"search: {name}")
-    query = search.Query(text, image, item, None if side is None else side.value)
+    query = search.Query(text, image, item, side)
     show = bar()
     model = _released(run, device, silo, site, show)
-    result = search.find(
-        model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
-    )
+    result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)
     if as_json:
         measure = "distance" if result.gallery.binary else "cosine"
         facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}

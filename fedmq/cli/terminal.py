@@ -34,7 +34,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted, first_few, print_json, printable, size_text
+from fedmq.text import counted, duration_text, first_few, print_json, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -61,8 +61,7 @@ def _eta(status: Status, first: tuple[int, float] | None) -> str:
     if first is None or status.round <= first[0]:
         return "-"
     pace = (status.elapsed - first[1]) / (status.round - first[0])
-    seconds = pace * (status.rounds - status.round)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    return duration_text(pace * (status.rounds - status.round))
 
 
 def _refused(status: Status) -> str:

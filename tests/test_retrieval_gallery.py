@@ -111,7 +111,7 @@ def test_embeddings_are_exported_with_their_names(embeddings: Release) -> None:
     np.testing.assert_allclose(made.array("image"), image, atol=1e-6)
     np.testing.assert_allclose(made.array("text"), text, atol=1e-6)
     assert made.array("owner").tolist() == np.repeat(np.arange(150), 2).tolist()
-    assert made.items.keys[:2] == ("000000", "000001")
+    assert made.items.keys[:2] == ["000000", "000001"]
 
 
 def test_codes_are_exported_packed(hashing: Release) -> None:
@@ -297,7 +297,7 @@ def test_parameters_that_are_not_the_runs_are_refused(tiny: Path, tmp_path: Path
     with pytest.raises(InputError, match=f"^{path}: found 'a model with digest {other.digest}', .*{own.digest}$"):
         export(own)
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(InputError, match="found 'bfloat16', allowed: float32"):
+    with pytest.raises(InputError, match=f"^{path}: .*bfloat16"):
         export(own)
     assert not [path for path in own.run.model.glob("gallery/*") if path.is_dir()]
 
@@ -359,7 +359,7 @@ def test_a_folder_of_images_is_read_through_symlinks_with_printable_names(
     (tmp_path / "pictures" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "pictures")
     monkeypatch.setattr(Release, "encoder", lambda *_: None)
-    assert gallery.of_folder(embeddings, tmp_path / "pictures").items().keys == ("caf\\xe9.png", "linked/a.png")
+    assert gallery.of_folder(embeddings, tmp_path / "pictures").items().keys == ["caf\\xe9.png", "linked/a.png"]
 
 
 def drawings(folder: Path) -> Path:

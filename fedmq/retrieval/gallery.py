@@ -62,17 +62,11 @@ class GalleryMeta(Stored):
     prepared: PreparedMeta | None = None
 
 
-class _Items(Stored):
-    keys: list[str]
-    captions: list[list[str]]
+class Items(Stored):
+    """``items.json``: names and captions of a gallery's items."""
 
-
-@dataclass(frozen=True)
-class Items:
-    """Names and captions of a gallery's items."""
-
-    keys: tuple[str, ...]  # names of the n items
-    captions: tuple[tuple[str, ...], ...]  # captions of each item, as text; empty if the data set has vectors only
+    keys: list[str]  # names of the n items
+    captions: list[list[str]]  # captions of each item, as text; empty if the data set has vectors only
 
     def caption(self, item: int, number: int = 0) -> str:
         """One caption; empty if it is unknown."""
@@ -124,7 +118,7 @@ def of_data(
     return Source(
         name=name,
         described=f"{data.name} {prepared.digest}",
-        items=lambda: Items(prepared.keys, caption_texts(data, backbone, prepared.keys)),
+        items=lambda: Items(keys=list(prepared.keys), captions=caption_texts(data, backbone, prepared.keys)),
         image=images,
         text=texts if counts.any() else None,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
@@ -139,7 +133,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     """
     files = images_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
-    keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
+    keys = [os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files]
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
     content = key_of("folder", release.used, contents, PIXELS_VERSION)
 
@@ -152,7 +146,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     return Source(
         name=_named(release, folder.resolve().name, content),
         described=f"folder {folder.resolve().name}",
-        items=lambda: Items(keys, ((),) * len(keys)),
+        items=lambda: Items(keys=keys, captions=[[] for _ in keys]),
         image=images,
         text=None,
         owner=np.zeros(0, np.int64),
@@ -222,10 +216,10 @@ class Gallery:
     def items(self) -> Items:
         """Names and captions."""
         path = self.folder / "items.json"
-        stored, count = read_json(path, _Items, AGAIN), self.meta.items
+        stored, count = read_json(path, Items, AGAIN), self.meta.items
         if not len(stored.keys) == len(stored.captions) == count:
             raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", AGAIN)
-        return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
+        return stored
 
     def array(self, name: str) -> Array:
         """One array, mapped from its file: ``image`` [n, .], ``text`` [m, .], or ``owner`` int64 [m].
@@ -305,9 +299,9 @@ def _export_own(release: Release, chosen: Path | None, progress: Progress | None
     path = chosen_for_sites(release, chosen)
     if path.is_dir():
         return _filled_alone(release, of_folder(release, path), progress)
-    site = site_gallery(release, path, progress)
-    name = _named(release, path.stem, key_of(release.used, site.prepared.digest))
-    source = of_data(site.data, release.scenario.backbone, site.prepared, name, site.captions)
+    data, prepared, captions = site_gallery(release, path, progress)
+    name = _named(release, path.stem, key_of(release.used, prepared.digest))
+    source = of_data(data, release.scenario.backbone, prepared, name, captions)
     return _filled_alone(release, source, progress)
 
 
@@ -371,7 +365,7 @@ def _fill(
     ).model_copy(update={**width, **about})
     for name, array in {"owner": source.owner, **arrays}.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
+    (folder / "items.json").write_text(json.dumps(items.plain()), encoding="utf-8")
     (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,6 @@ from fedmq.retrieval.released_model import Release
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.json_files import read_json
 from fedmq.text import Progress
-from fedmq.wire.payloads import DataFormat
 
 _FEATURES: Final = (".npz", ".safetensors")
 ALLOWED: Final = (
@@ -57,15 +56,15 @@ def data_in(file: Path) -> Data:
     return data
 
 
-def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> list[list[str]]:
     """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
-    known: dict[str, tuple[str, ...]] = {}
+    known: dict[str, Sequence[str]] = {}
     if backbone.name != "features":
         from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
 
         raw = catalogue.find(data.name).read(data)
         known = dict(zip(raw.keys, raw.captions, strict=True))
-    return tuple(known.get(key, ()) for key in keys)
+    return [list(known.get(key, ())) for key in keys]
 
 
 def images_below(folder: Path, place: str) -> list[Path]:
@@ -98,25 +97,14 @@ def chosen_for_sites(release: Release, chosen: Path | None) -> Path:
     return chosen
 
 
-@dataclass(frozen=True)
-class SiteGallery:
-    """Data for a run whose data only the sites have, which fit what the sites agreed on."""
-
-    data: Data  # where they are
-    prepared: Prepared
-    agreed: DataFormat  # the agreed format
-    text: bool  # whether they have captions
-
-    def captions(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Rows of captions [n, ...] as the model reads them: the counts of bags of words in the agreed order."""
-        words, agreed = self.prepared.vocabulary, self.agreed.vocabulary
-        if words == agreed:
-            return rows
-        return spread(torch.from_numpy(np.array(rows)), len(rows), words, agreed).numpy()
-
-
-def site_gallery(release: Release, chosen: Path, progress: Progress | None) -> SiteGallery:
+def site_gallery(
+    release: Release, chosen: Path, progress: Progress | None
+) -> tuple[Data, Prepared, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]]:
     """Prepare the data that a user chose for a run whose data only the sites have.
+
+    Returns:
+        The data, their arrays, and a function of rows of captions [n, ...] that gives them as the model reads them: the
+        counts of bags of words in the order on which the sites agreed.
 
     Args:
         release: the run.
@@ -141,4 +129,9 @@ def site_gallery(release: Release, chosen: Path, progress: Progress | None) -> S
     wrong = difference("the gallery", held, "the run", agreed) or unknown_name("the gallery", held, agreed)
     if wrong is not None:
         raise InputError(place, wrong, "data with the widths, encoders and words on which the sites agreed")
-    return SiteGallery(data, prepared, agreed, text)
+
+    def captions(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        words, wanted = prepared.vocabulary, agreed.vocabulary
+        return rows if words == wanted else spread(torch.from_numpy(np.array(rows)), len(rows), words, wanted).numpy()
+
+    return data, prepared, captions

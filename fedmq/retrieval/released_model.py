@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario
@@ -23,14 +21,12 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build_towers
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of, parameters
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
-from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.codec import digest
-from fedmq.wire.layout import MAX_BYTES
 from fedmq.wire.payloads import Model, Payload
 
 
@@ -116,24 +112,15 @@ class ModelFolder:
         model = build_towers(
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
-        if model.layout.digest != self.config.layout_digest:
+        layout, theta = parameters(self.folder / "model.safetensors", self.config.layout)
+        if not layout.digest == model.layout.digest == self.config.layout_digest:
             raise InputError(str(self.folder), "parameters of another model", "the release of this run")
-        tensors = self._tensors("model")
-        for entry in model.layout.entries:
-            place = f"{self.folder / 'model.safetensors'}: {entry.name}"
-            shape = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
-            if shape != list(entry.shape):
-                raise InputError(place, shape, str(list(entry.shape)))
-            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
-            if dtype != entry.dtype:
-                raise InputError(place, dtype, entry.dtype)
-        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
-        found_digest = model.layout.model_digest(theta.numpy())
+        found_digest = model.layout.model_digest(theta)
         if found_digest != self.config.model_digest:
             raise OtherModelError(self.folder / "model.safetensors", found_digest, self.config.model_digest)
         more = [self._beside(kind) for kind in BESIDE if kind in self.config.released_with]
         try:
-            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+            load_inference(model, (Model(model.layout.digest, theta), *more))
         except RemoteWireError as error:
             raise InputError(str(self.folder), str(error), "the release of this run") from None
         return model
@@ -172,14 +159,6 @@ class ModelFolder:
         if digest(payload) != expected:
             raise OtherModelError(path, digest(payload), expected, BESIDE[kind][0])
         return payload
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        path = self.folder / f"{name}.safetensors"
-        check_regular(path, "a file of the run's release", MAX_BYTES + (1 << 24))
-        try:
-            return load_aligned(path)
-        except Exception as error:  # safetensors and the file system raise many types
-            raise InputError(str(path), str(error), "a file of the run's release") from None
 
 
 def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:

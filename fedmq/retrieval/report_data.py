@@ -24,7 +24,7 @@ from fedmq.evaluation.recall import first_of_rows, tied
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
-from fedmq.retrieval.gallery_data import caption_texts
+from fedmq.retrieval.gallery import caption_texts
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.data_records import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json

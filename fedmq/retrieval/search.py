@@ -13,9 +13,9 @@ import numpy.typing as npt
 from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.retrieval.gallery import AGAIN, Among, Gallery, Progress, embed, export
+from fedmq.retrieval.gallery import AGAIN, Among, Gallery, embed, export
 from fedmq.retrieval.released_model import ModelFolder, Release
-from fedmq.text import printable
+from fedmq.text import Progress, printable
 
 Array = npt.NDArray[Any]
 #: Rows whose products are held at a time.

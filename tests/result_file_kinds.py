@@ -55,7 +55,7 @@ def _read_results(folder: Path) -> None:
     """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
     run = open_run(folder)
     run_report.write(run, {}, read_logs(run, damaged=False))
-    run_report.write_side_by_side([run, run], folder / "both.html")
+    run_report.side_by_side([run, run])
     found = results.read(run)
     for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):
         with contextlib.suppress(InputError):

@@ -15,7 +15,7 @@ from rich.table import Table
 from fedmq.cli.console import bar, err
 from fedmq.errors import InputError
 from fedmq.profiling import COMMAND, PHASES, RECORDER
-from fedmq.storage.run_folder import open_run, writing
+from fedmq.storage.run_folder import open_run, write_text, writing
 from fedmq.text import counted, print_line
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def report_command(
         print_line(str(folder.report))
     if len(folders) > 1:
         path = page or folders[0].root.parent / "side_by_side.html"
-        run_report.write_side_by_side(folders, path)
+        write_text(path, run_report.side_by_side(folders))
         print_line(str(path))
 
 

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
-from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -133,10 +132,10 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on images and texts, which has encoders for them"
+            allowed = "a model trained on images and texts, which has encoders for them, or --item KEY of its gallery"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
-            raise InputError(str(self.folder), "a model whose texts are bags of words", "images only")
+            raise InputError(str(self.folder), "a model whose texts are bags of words", "images, or --item KEY")
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:
@@ -267,19 +266,7 @@ class Release:
             raise InputError(f"{self.run.root}: the data", changed, f"the data of the run ({recorded[:12]})")
 
     def encoder(self, modality: Modality) -> Encoder:
-        """The frozen encoder of the run's data, to encode new texts and images.
-
-        Raises:
-            InputError: there is none because the data are vectors or bags of words, or it is not that of the run.
-        """
-        data = self.scenario.data
-        name = "the sites" if data is None else f"data set {data.name}"
-        texts = self.config.texts if data is None else catalogue.text_kind(data)
-        allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
-        if self.scenario.backbone.name == "features":
-            raise InputError("search", f"a run on the bare vectors of {name}", allowed)
-        if modality == "text" and texts == "bag":
-            raise InputError("search", f"a run whose texts are bags of words, those of {name}", allowed)
+        """The frozen encoder of the run's data; errors as in :meth:`ModelFolder.encoder`."""
         return self.files.encoder(modality)
 
 

@@ -29,19 +29,12 @@ _VAST = 10**9
 
 @dataclass(frozen=True)
 class Key:
-    """A scenario key or an option.
+    """A scenario key or an option."""
 
-    Args:
-        name: name of the key.
-        values: allowed values, in words.
-        default: the default in YAML, or :data:`REQUIRED`.
-        meaning: description.
-    """
-
-    name: str
-    values: str
-    default: str
-    meaning: str
+    name: str  # name of the key
+    values: str  # allowed values, in words
+    default: str  # the default in YAML, or :data:`REQUIRED`
+    meaning: str  # description
 
 
 def options(schema: type[Any]) -> tuple[Key, ...]:

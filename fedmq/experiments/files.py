@@ -261,23 +261,14 @@ class TuneFile(BaseModel):
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """A method with its search space.
+    """A method with its search space."""
 
-    Args:
-        name: name of the method.
-        entry: scenario file and settings.
-        space: scenario key to range or values.
-        first: a value of each key, with which its scenario was checked.
-        rounds: number of rounds of a trial.
-        evaluate_every: rounds between evaluations; 0 evaluates at the end only.
-    """
-
-    name: str
-    entry: Entry
-    space: Mapping[str, Range | tuple[Any, ...]]
-    first: Mapping[str, Any]
-    rounds: int
-    evaluate_every: int
+    name: str  # name of the method
+    entry: Entry  # scenario file and settings
+    space: Mapping[str, Range | tuple[Any, ...]]  # scenario key to range or values
+    first: Mapping[str, Any]  # a value of each key, with which its scenario was checked
+    rounds: int  # number of rounds of a trial
+    evaluate_every: int  # rounds between evaluations; 0 evaluates at the end only
 
 
 @dataclass(frozen=True)

@@ -47,41 +47,25 @@ class TrialState(StrEnum):
 
 
 class Attributes(BaseModel):
-    """What a search records of a trial beside Optuna's own facts.
-
-    Args:
-        state: its outcome; None while it is under way.
-        reason: why it did not finish.
-        seeds: values of the metric by seed, of the runs that have one.
-        pruned_at: round at which it was pruned.
-    """
+    """What a search records of a trial beside Optuna's own facts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    state: Annotated[TrialState, Strict(False)] | None = None
-    reason: str = ""
-    seeds: list[FiniteFloat] | None = None
-    pruned_at: int | None = None
+    state: Annotated[TrialState, Strict(False)] | None = None  # its outcome; None while it is under way
+    reason: str = ""  # why it did not finish
+    seeds: list[FiniteFloat] | None = None  # values of the metric by seed, of the runs that have one
+    pruned_at: int | None = None  # round at which it was pruned
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is over.
+    """A trial that is over."""
 
-    Args:
-        method: its name.
-        number: from 0.
-        state: its outcome.
-        value: mean of the metric over seeds; for a pruned trial, the last one.
-        values: values by scenario key.
-        reason: why it was refused or failed; empty otherwise.
-    """
-
-    method: str
-    number: int
-    state: TrialState
-    value: float | None
-    values: Mapping[str, Any]
-    reason: str = ""
+    method: str  # its name
+    number: int  # from 0
+    state: TrialState  # its outcome
+    value: float | None  # mean of the metric over seeds; for a pruned trial, the last one
+    values: Mapping[str, Any]  # values by scenario key
+    reason: str = ""  # why it was refused or failed; empty otherwise
 
 
 @dataclass(frozen=True)

@@ -44,17 +44,11 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs that a plot shows under one name.
+    """Runs that a plot shows under one name."""
 
-    Args:
-        name: name of the run's folder, or of the comparison's row.
-        folders: folders of the single run, or of the row's runs, one per seed.
-        comparison: folder of the comparison; None for a single run.
-    """
-
-    name: str
-    folders: tuple[Path, ...]
-    comparison: Path | None = None
+    name: str  # name of the run's folder, or of the comparison's row
+    folders: tuple[Path, ...]  # folders of the single run, or of the row's runs, one per seed
+    comparison: Path | None = None  # folder of the comparison; None for a single run
 
 
 def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:

@@ -204,29 +204,17 @@ async def _until_next_update(folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run on the board.
+    """A run on the board."""
 
-    Args:
-        name: path of its folder in the board's.
-        method: training method.
-        seed: seed of the run.
-        state: ``finished``, or what a run that is in progress or was stopped is doing.
-        round: number of merges.
-        metrics: value by name of a few metrics.
-        written: time of its last write, in seconds since the epoch.
-        data: name of the data set; ``own`` if each silo has its own.
-        gallery: the items that the metrics were measured on, in words; empty if unknown.
-    """
-
-    name: str
-    method: str
-    seed: int
-    state: str
-    round: int
-    metrics: dict[str, float]
-    written: float
-    data: str
-    gallery: str
+    name: str  # path of its folder in the board's
+    method: str  # training method
+    seed: int  # seed of the run
+    state: str  # ``finished``, or what a run that is in progress or was stopped is doing
+    round: int  # number of merges
+    metrics: dict[str, float]  # value by name of a few metrics
+    written: float  # time of its last write, in seconds since the epoch
+    data: str  # name of the data set; ``own`` if each silo has its own
+    gallery: str  # the items that the metrics were measured on, in words; empty if unknown
 
     @property
     def date(self) -> str:

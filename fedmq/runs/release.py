@@ -52,41 +52,28 @@ class ReleaseConfig(Stored):
     """``model/config.json``: the configuration of a released model.
 
     It is enough to build the model without the training data.
-
-    Args:
-        backbone: the scenario's backbone section.
-        objective: the scenario's objective section.
-        protocol: the method.
-        dim: dimension of the embeddings.
-        layout_digest: SHA-256 (hex) of the parameters' layout.
-        layout: names of its entries, in the order that ``model.safetensors`` does not keep.
-        model_digest: digest of the parameters.
-        data_digest: digest of the prepared data's content.
-        released_with: digests of the payloads released with the model, by kind.
-        seed: seed of the run, from which random frozen weights are drawn.
-        inputs: shapes and dtypes of the model's inputs.
-        label_names: names of the data's labels, in the order of a classifier's outputs.
-        texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
-        frozen: digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks``
-            is that of encoders that contain the adapters. Empty for features. With ``partition.kind own`` it is the
-            digest that the sites stated, :func:`fedmq.encoders.base.stated_digest`.
-        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
     """
 
-    backbone: dict[str, JsonValue]
-    objective: dict[str, JsonValue]
-    protocol: str
-    dim: int
-    layout_digest: Digest
-    layout: list[str]
-    model_digest: Digest
-    data_digest: Digest | None = None
-    released_with: dict[str, Digest]
-    seed: int
-    inputs: ReleasedInputs
+    backbone: dict[str, JsonValue]  # the scenario's backbone section
+    objective: dict[str, JsonValue]  # the scenario's objective section
+    protocol: str  # the method
+    dim: int  # dimension of the embeddings
+    layout_digest: Digest  # SHA-256 (hex) of the parameters' layout
+    layout: list[str]  # names of its entries, in the order that ``model.safetensors`` does not keep
+    model_digest: Digest  # digest of the parameters
+    data_digest: Digest | None = None  # digest of the prepared data's content
+    released_with: dict[str, Digest]  # digests of the payloads released with the model, by kind
+    seed: int  # seed of the run, from which random frozen weights are drawn
+    inputs: ReleasedInputs  # shapes and dtypes of the model's inputs
+    # Names of the data's labels, in the order of a classifier's outputs.
     label_names: list[str] = Field(default_factory=list)
+    # ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
     texts: Literal["sentences", "bag", "vectors"]
+    # Digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks`` is that of
+    # encoders that contain the adapters. Empty for features. With ``partition.kind own`` it is the digest that the
+    # sites stated, :func:`fedmq.encoders.base.stated_digest`.
     frozen: dict[str, str] = Field(default_factory=dict)
+    # The shared model is not fully trained, so that retrieval needs a silo's personal model.
     personal_only: bool = False
 
 
@@ -165,21 +152,14 @@ _MAX_FILES = 1000
 
 
 class Signature(Stored):
-    """``signature.json``.
+    """``signature.json``."""
 
-    Args:
-        format: format of the file.
-        signer: name of the key.
-        key: public Ed25519 key (hex).
-        files: SHA-256 (hex) of each file, by its path in the folder.
-        signature: Ed25519 signature (hex).
-    """
-
-    format: Literal[1]
-    signer: Annotated[str, Field(min_length=1, max_length=64)]
-    key: Digest
+    format: Literal[1]  # format of the file
+    signer: Annotated[str, Field(min_length=1, max_length=64)]  # name of the key
+    key: Digest  # public Ed25519 key (hex)
+    # SHA-256 (hex) of each file, by its path in the folder.
     files: Annotated[dict[str, Digest], Field(max_length=_MAX_FILES)]
-    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]  # Ed25519 signature (hex)
 
 
 @dataclass(frozen=True)

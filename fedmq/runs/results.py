@@ -132,21 +132,14 @@ class Evaluated(NamedTuple):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
+    """A finished run."""
 
-    Args:
-        folder: the run folder.
-        summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
-        evaluations: what was measured, in order of versions; without an evaluator on the silos' own held-out items.
-        custom_metrics: entries of the user-defined metrics that it measured.
-        gallery: the gallery of its queries; None if unknown.
-    """
-
-    folder: RunFolder
-    summary: RunSummary | None
+    folder: RunFolder  # the run folder
+    summary: RunSummary | None  # its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation
+    # What was measured, in order of versions; without an evaluator on the silos' own held-out items.
     evaluations: tuple[Evaluated, ...]
-    custom_metrics: tuple[Metric, ...] = ()
-    gallery: Gallery | None = None
+    custom_metrics: tuple[Metric, ...] = ()  # entries of the user-defined metrics that it measured
+    gallery: Gallery | None = None  # the gallery of its queries; None if unknown
 
     def shows(self, metric: str) -> bool:
         """Whether a metric says something about the model: no recall that every model reaches in so small a gallery."""

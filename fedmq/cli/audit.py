@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from fedmq.audit.findings import Cause, Finding, by_cause, damaged
 from fedmq.cli.console import AGAINST_POLICY, DIFFERENT, INCOMPLETE, bar, later, out
-from fedmq.cli.options import AsJson
+from fedmq.cli.options import AsJson, with_options
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder, require_folder
 from fedmq.text import counted, first_few, one_of, print_json, print_line, printable, size_text, tensor_text
@@ -29,57 +29,60 @@ if TYPE_CHECKING:
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
-#: Options of the command.
-_Keys = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
-]
-_Logs = Annotated[
-    list[Path] | None,
-    typer.Option("--logs", metavar="DIR", help="Folder with logs of sites, or one above several; may be repeated."),
-]
-_Heads = Annotated[
-    Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
-]
-_Expect = Annotated[
-    str | None,
-    typer.Option(
-        "--expect", metavar="FILE", help="Heads recorded earlier, as a file or its digest, to compare the logs with."
-    ),
-]
-_Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
-]
 
+@dataclass(frozen=True)
+class _Options:
+    """What an audit does in addition to checking the logs: the options of the command, None for those not given."""
 
-def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    policy_file: Annotated[
+    policy: Annotated[
         Path | None,
         typer.Option("--policy", metavar="FILE", help="Policy file (YAML); every message is checked against it."),
-    ] = None,
+    ] = None
     with_probe: Annotated[
         bool,
         typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
-    ] = False,
+    ] = False
     delta: Annotated[
         float | None,
         typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
-    ] = None,
-    keys: _Keys = None,
-    logs: _Logs = None,
-    heads: _Heads = None,
-    expect: _Expect = None,
-    report: _Report = None,
+    ] = None
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+    ] = None
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--logs", metavar="DIR", help="Folder with logs of sites, or one above several; may be repeated."),
+    ] = None
+    heads: Annotated[
+        Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
+    ] = None
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            "--expect",
+            metavar="FILE",
+            help="Heads recorded earlier, as a file or its digest, to compare the logs with.",
+        ),
+    ] = None
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
+    ] = None
     silo: Annotated[
         str | None,
         typer.Option("--silo", metavar="NAME", help="Print what this process sent, by kind and round with times."),
-    ] = None,
+    ] = None
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print every difference, event and process, not one screen.")
-    ] = False,
-    as_json: AsJson = False,
+    ] = False
+    as_json: AsJson = False
+
+
+@with_options(_Options)
+def audit_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    **given: Any,
 ) -> None:
     """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
@@ -97,26 +100,8 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    checked = (keys, logs or [], heads, expect)
-    if code := _audit(run, _Options(policy_file, delta, with_probe, *checked, report, silo, verbose, as_json)):
+    if code := _audit(run, _Options(**given)):
         sys.exit(code)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What an audit does in addition to checking the logs: the options of the command, None for those not given."""
-
-    policy_file: Path | None
-    delta: float | None
-    with_probe: bool
-    keys: Path | None
-    logs: list[Path]
-    heads: Path | None
-    expect: str | None
-    report: Path | None
-    silo: str | None
-    verbose: bool
-    as_json: bool
 
 
 def _audit(run: Path, options: _Options) -> int:
@@ -130,10 +115,10 @@ def _audit(run: Path, options: _Options) -> int:
 
     if options.expect is not None:
         check_expected(options.expect)
-    policy_file, delta = options.policy_file, options.delta
+    policy_file, delta = options.policy, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
-    audit = audit_run(run, None if known is None else known.all, options.logs)
+    audit = audit_run(run, None if known is None else known.all, options.logs or [])
     _require_known(options, audit, known)
     audit.findings += [] if options.expect is None else differences(options.expect, audit)
     if audit.inline and not audit.findings:

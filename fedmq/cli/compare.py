@@ -7,10 +7,9 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, exit_stopped, out
-from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
+from fedmq.cli.options import AsJson, Quiet, resolved_file, warn, with_options
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, until_stopped
@@ -160,22 +159,7 @@ class Options:
     quiet: Quiet = False
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, as far as typer sees, the fields of :class:`Options` that have an option instead of **given."""
-    argument, _ = signature(command, eval_str=True).parameters.values()
-    hints = get_type_hints(Options, include_extras=True)
-    given = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(Options)
-        if get_origin(hints[field.name]) is Annotated
-    ]
-    parameters = [argument, *given]
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-@with_options
+@with_options(Options)
 def compare_command(files: Files, **given: Any) -> None:
     """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
@@ -195,7 +179,7 @@ def compare_command(files: Files, **given: Any) -> None:
     carry_out(_merged_options(Options("compare", files, **given)))
 
 
-@with_options
+@with_options(Options)
 def sweep_command(file: File, **given: Any) -> None:
     """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
 
@@ -253,17 +237,11 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
 
 def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
     """Variations of a file with those given: each replaces that of the same key, further ones follow."""
-    later: dict[str, list[str]] = {}
-    for text in given:
-        later.setdefault(text.partition("=")[0], []).append(text)
-    replaced = set(later)
-    kept = [
-        variation
-        for text in own
-        for key in [text.partition("=")[0]]
-        for variation in (later.pop(key, []) if key in replaced else [text])
-    ]
-    return [*kept, *(variation for more in later.values() for variation in more)]
+    by_key: list[dict[str, list[str]]] = [{}, {}]
+    for texts, found in zip((own, given), by_key, strict=True):
+        for text in texts:
+            found.setdefault(text.partition("=")[0], []).append(text)
+    return [text for texts in (by_key[0] | by_key[1]).values() for text in texts]
 
 
 def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPlan:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -94,6 +95,25 @@ Profiled = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
+
+
+def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, as far as typer sees, the fields of a dataclass that have an option instead of **given."""
+
+    def given_to(command: Callable[..., None]) -> Callable[..., None]:
+        argument, _ = signature(command, eval_str=True).parameters.values()
+        hints = get_type_hints(kind, include_extras=True)
+        given = [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+            for field in fields(kind)
+            if get_origin(hints[field.name]) is Annotated
+        ]
+        parameters = [argument, *given]
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return given_to
 
 
 #: Address of the coordinator if neither an option nor the site file has one.
@@ -263,10 +283,10 @@ def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | Evaluator
     Raises:
         FedmqError: the first problem.
     """
-    from fedmq.federation.preflight import Program  # noqa: PLC0415
-    from fedmq.launch import preflight  # noqa: PLC0415
+    from fedmq.federation.preflight import Program, refuse  # noqa: PLC0415
+    from fedmq.launch.preflight import Starting, checks_of  # noqa: PLC0415
 
-    preflight.refuse_start(Program[program], preflight.Starting(run, peer))
+    refuse(checks_of(Program[program]), Starting(run, peer))
     if peer is None:
         warn([run])
 

@@ -30,7 +30,7 @@ from fedmq.federation import updates
 from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population, device_of
-from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, refuse, results
+from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, results
 from fedmq.federation.protocol import FederatedProtocol, Local, Task, Trained
 from fedmq.launch.preparation import check_data
 from fedmq.packages import versions
@@ -89,15 +89,6 @@ class Starting:
 def checks_of(program: Program) -> list[Check[Starting]]:
     """The checks that a program makes, in their order."""
     return [check for check in CHECKS if program in check.programs]
-
-
-def refuse_start(program: Program, starting: Starting) -> None:
-    """Make the checks of a program that starts.
-
-    Raises:
-        FedmqError: the first problem.
-    """
-    refuse(checks_of(program), starting)
 
 
 def preflight(program: Program, starting: Starting) -> Iterator[Result]:

@@ -26,12 +26,12 @@ from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coo
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
-from fedmq.errors import InputError, RunError
+from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import Population, device_of
 from fedmq.launch.forkserver import private_folder, warm_up
 from fedmq.launch.interrupts import until_stopped
-from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting
+from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting, raise_reported
 from fedmq.launch.remote_peer import Cluster, refuse_freeze
 from fedmq.profiling import party, span
 from fedmq.runs.run_records import RunSummary
@@ -222,10 +222,8 @@ def _watch(
             case CoordinatorResult():
                 supervisor.measure_memory()
                 return item, ready
-            case (str(place), str(found), str(allowed)):
-                raise InputError(place, found, allowed)
-            case (str(text),):
-                raise RunError(text)
+            case _:
+                raise_reported(item)
         supervisor.thaw()
         supervisor.report_slow_stop()
         if not stop_sent:

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +34,6 @@ from fedmq.runs.report.html import Figure
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, as_csv, csv_text
-
-Key = TypeVar("Key")
 
 #: Maximum number of points of a curve by rank, in figures and files.
 _POINTS = 200
@@ -191,17 +188,13 @@ def _mean(runs: Sequence[RankingMetrics]) -> RankingMetrics:
     return RankingMetrics(
         map=float(np.mean([run.map for run in runs])),
         map_expected=float(np.mean([run.map_expected for run in runs])),
-        map_at=_means([run.map_at for run in runs]),
-        ndcg=_means([run.ndcg for run in runs]),
-        ndcg_retrieved=_means([run.ndcg_retrieved for run in runs]),
+        map_at={},  # not measured here, like NDCG
+        ndcg={},
+        ndcg_retrieved={},
         top_n={n: tuple(np.mean([run.top_n[n] for run in runs], axis=0).tolist()) for n in runs[0].top_n},
         pr_rank=_curve([run.pr_rank for run in runs]),
         pr_radius=_curve([run.pr_radius for run in runs]),
     )
-
-
-def _means(runs: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    return {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
 
 
 def _curve(of_runs: Sequence[Curve | None]) -> Curve | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -149,7 +148,12 @@ def _examples(release: Release, population: Population, rows: I64, items: Embedd
             for query in _chosen(ranks, margins, best=best, groups=items_of):
                 order, item = np.argsort(-scores[query], kind="stable"), items_of[query]
                 rank = int(np.flatnonzero(hits_of[order] == item)[0]) + 1
-                hits = [_hit(hit(at), scores[query, at], right=bool(hits_of[at] == item)) for at in order[:_HITS]]
+                places = order[:_HITS]
+                found = [round(float(scores[query, at]), 4) for at in places]
+                hits = [
+                    ReportHit(**vars(hit(at)), right=bool(hits_of[at] == item), score=score)
+                    for at, score in zip(places, found, strict=True)
+                ]
                 examples.append(Example(way=way, best=best, query=show(query), rank=rank, hits=hits))
     return examples
 
@@ -189,10 +193,6 @@ def _chosen(ranks: I64, margins: npt.NDArray[np.floating], *, best: bool, groups
     return list(first.values())
 
 
-def _hit(item: ReportItem, score: float, *, right: bool) -> ReportHit:
-    return ReportHit(key=item.key, caption=item.caption, image=item.image, right=right, score=round(float(score), 4))
-
-
 Describe = Callable[[int, int, Modality], ReportItem]
 
 
@@ -201,26 +201,18 @@ def _described(release: Release, population: Population, rows: I64) -> Describe:
     data, backbone, keys = release.scenario.dataset, release.scenario.backbone, population.prepared.keys
     known = [keys[row] for row in rows]
     captions = caption_texts(data, backbone, known)
-    if backbone.name == "features":
-        return partial(_as_item, known, captions, None, ())
-    raw = catalogue.find(data.name).read(data)
-    places = {key: place for place, key in enumerate(raw.keys)}
-    return partial(_as_item, known, captions, raw.images, [places[key] for key in known])
+    images: Images | None = None
+    if backbone.name != "features":
+        raw = catalogue.find(data.name).read(data)
+        images, places = raw.images, {key: place for place, key in enumerate(raw.keys)}
 
+    def describe(item: int, number: int, side: Modality) -> ReportItem:
+        key, texts = known[item], captions[item]
+        if side == "image" and images is not None:
+            return ReportItem(key=key, image=thumbnail(images, places[key]))
+        return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
 
-def _as_item(
-    keys: Sequence[str],
-    captions: Sequence[Sequence[str]],
-    images: Images | None,
-    places: Sequence[int],
-    item: int,
-    number: int,
-    side: Modality,
-) -> ReportItem:
-    key, texts = keys[item], captions[item]
-    if side == "image" and images is not None:
-        return ReportItem(key=key, image=thumbnail(images, places[item]))
-    return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
+    return describe
 
 
 def thumbnail(images: Images, row: int) -> str:

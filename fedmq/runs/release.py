@@ -219,15 +219,12 @@ def verify_model(folder: Path) -> Verified:
     except (InvalidSignature, ValueError):
         raise InputError(str(path), "a signature that does not fit its list of files", _SIGNED_BY) from None
     digests = _digests(folder)
-    differences = []
-    for name in sorted(made.files.keys() | digests.keys()):
-        if name not in digests:
-            differences.append(f"{name}: missing")
-        elif name not in made.files:
-            differences.append(f"{name}: not signed")
-        elif digests[name] != made.files[name]:
-            differences.append(f"{name}: changed since it was signed")
-    return Verified(made.signer, key, len(made.files), tuple(differences))
+    differences = tuple(
+        f"{name}: {'missing' if now is None else 'not signed' if then is None else 'changed since it was signed'}"
+        for name in sorted(made.files.keys() | digests.keys())
+        if (now := digests.get(name)) != (then := made.files.get(name))
+    )
+    return Verified(made.signer, key, len(made.files), differences)
 
 
 def _signed(signer: str, files: Mapping[str, str]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,14 +166,11 @@ def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
 
 def _freed(paths: list[Path]) -> int:
     """Bytes of files, each counted once and only if all of its hard links are removed."""
-    links: dict[tuple[int, int], list[int]] = {}
-    for path in paths:
-        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-            if file.is_file() and not file.is_symlink():
-                stat = file.stat()
-                size, wanted, seen = links.setdefault((stat.st_dev, stat.st_ino), [stat.st_size, stat.st_nlink, 0])
-                links[stat.st_dev, stat.st_ino] = [size, wanted, seen + 1]
-    return sum(size for size, wanted, seen in links.values() if seen == wanted)
+    found = [file for path in paths for file in (path, *path.rglob("*")) if file.is_file() and not file.is_symlink()]
+    stats = [file.stat() for file in found]
+    removed = Counter((stat.st_dev, stat.st_ino) for stat in stats)
+    gone = {key: stat.st_size for stat in stats if removed[key := (stat.st_dev, stat.st_ino)] == stat.st_nlink}
+    return sum(gone.values())
 
 
 def prune(folder: RunFolder, pruning: Pruning) -> None:

@@ -264,9 +264,7 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
 
 def _failed_at(summary: RunSummary) -> str:
     """The silos with replies that could not be merged, those with most of them first."""
-    counts = {
-        name: replies.refused + replies.scripted + replies.errors for name, replies in summary.unusable_replies.items()
-    }
+    counts = {name: replies.total for name, replies in summary.unusable_replies.items()}
     first = sorted(counts, key=lambda name: (-counts[name], name))
     return f" ({first_few([f'{name} {counts[name]}' for name in first], _MANY)})" if first else ""
 

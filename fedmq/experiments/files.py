@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -376,28 +375,20 @@ def _resolved(path: Path, what: str, resolve: Resolve, file: Path, settings: Any
 
 
 # ------------------------------------------------------------------------------------------------- schemas for editors
-class FileKind(StrEnum):
-    """Kinds of files."""
-
-    SCENARIO = "scenario"
-    SITE = "site"
-    COMPARISON = "comparison"
-    TUNING = "tuning"
-
-
-_MODELS: dict[FileKind, type[BaseModel]] = {
-    FileKind.SCENARIO: Scenario,
-    FileKind.SITE: Site,
-    FileKind.COMPARISON: ComparisonFile,
-    FileKind.TUNING: TuneFile,
+#: What a file of each kind holds.
+SCHEMAS: Mapping[str, type[BaseModel]] = {
+    "scenario": Scenario,
+    "site": Site,
+    "comparison": ComparisonFile,
+    "tuning": TuneFile,
 }
 
 
-def schema_of(kind: FileKind) -> dict[str, object]:
-    """The JSON schema (draft 2020-12) of a kind of files."""
-    schema = _MODELS[kind].model_json_schema(by_alias=True)
-    if kind is FileKind.SITE:
+def schema_of(kind: str) -> dict[str, object]:
+    """The JSON schema (draft 2020-12) of a kind of files, a key of :data:`SCHEMAS`."""
+    schema = SCHEMAS[kind].model_json_schema(by_alias=True)
+    if kind == "site":
         del schema["properties"]["file"]  # fedmq sets it
-    if kind is FileKind.COMPARISON:
+    if kind == "comparison":
         schema["oneOf"] = [{"required": [command]} for command in KINDS]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": f"fedmq {kind} file"}

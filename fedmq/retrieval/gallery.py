@@ -88,14 +88,7 @@ ALLOWED: Final = (
 
 
 def data_in(file: Path) -> Data:
-    """The data of a scenario, a site file or a features file.
-
-    Args:
-        file: value of ``--gallery``.
-
-    Raises:
-        InputError: there is no such file, or it is invalid or has no data.
-    """
+    """The data of a scenario, a site file or a features file."""
     if not file.is_file():
         raise InputError(f"--gallery {file}", "no such file or folder", ALLOWED)
     if file.suffix.lower() in _FEATURES:
@@ -138,17 +131,8 @@ def site_gallery(
 ) -> tuple[Data, Prepared, Callable[[Array], Array]]:
     """Prepare the data that a user chose for a run whose data only the sites have.
 
-    Returns:
-        The data, their arrays, and a function of rows of captions [n, ...] that gives them as the model reads them: the
-        counts of bags of words in the order on which the sites agreed.
-
-    Args:
-        release: the run.
-        chosen: scenario, site file or features file.
-        progress: called while features are extracted.
-
-    Raises:
-        InputError: the data are invalid, have no images, or do not fit the agreement.
+    Returns the data, their arrays, and a function of rows of captions [n, ...] that gives them as the model reads them:
+    the counts of bags of words in the order on which the sites agreed.
     """
     scenario, place, data = release.scenario, f"--gallery {chosen}", data_in(chosen)
     record = read_json(release.run.agreement, AgreementRecord, "what the sites of a run agreed on")
@@ -192,15 +176,7 @@ def of_data(
     name: str,
     captions: Callable[[Array], Array] = np.asarray,
 ) -> Source:
-    """The source of a data set, with all its splits.
-
-    Args:
-        data: where it is.
-        backbone: the model's backbone.
-        prepared: its arrays.
-        name: name of the gallery's folder.
-        captions: maps rows of captions [n, ...] to inputs of the text tower.
-    """
+    """The source of a data set, with all its splits; ``captions`` maps rows [n, ...] to inputs of the text tower."""
     counts = np.asarray(prepared.captions)
     ends = [*prepared.first.tolist(), len(prepared.text)]
     held = np.repeat(counts > 0, np.maximum(counts, 1))  # an item without captions has a row of zeros
@@ -225,11 +201,7 @@ def of_data(
 
 
 def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
-    """The source of all images below a folder, named by their relative paths.
-
-    Raises:
-        InputError: there are none, or the model has no encoder for them.
-    """
+    """The source of all images below a folder, named by their relative paths."""
     files = images_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
     keys = [os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files]
@@ -428,16 +400,7 @@ def _filled(
     about: Mapping[str, object],
     progress: Progress | None,
 ) -> Gallery:
-    """The gallery of a source, encoded unless it exists.
-
-    Args:
-        root: folder of the model's galleries.
-        source: source of the items.
-        used: digest of the model.
-        retriever: opens the model's towers.
-        about: further fields of ``gallery.json``.
-        progress: called while encoding.
-    """
+    """The gallery of a source, encoded unless it exists; ``about`` has further fields of ``gallery.json``."""
     if not (root / source.name).is_dir():
         model = retriever(MODALITIES if source.text else ("image",))
         fill = partial(_fill, model=model, used=used, source=source, about=about, progress=progress)
@@ -473,15 +436,7 @@ def _fill(
 
 
 def open_gallery(folder: Path, used: str) -> Gallery:
-    """Open an exported gallery.
-
-    Args:
-        folder: folder of the gallery.
-        used: digest of the model that it must have been encoded with.
-
-    Raises:
-        InputError: it is not a gallery, or one of another model.
-    """
+    """Open an exported gallery, which must have been encoded with the model of this digest."""
     path = folder / "gallery.json"
     meta = read_json(path, GalleryMeta, AGAIN)
     if meta.model_digest != used:

@@ -135,16 +135,9 @@ def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
 
 
 def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> list[Hit]:
-    """The items nearest to a vector; ties in the gallery's order.
+    """The items nearest to a packed code uint8 [1, bytes] or embedding float32 [1, d]; ties in the gallery's order.
 
-    Args:
-        gallery: gallery to search.
-        vector: packed code uint8 [1, bytes], or embedding float32 [1, d].
-        among: images or captions; with captions, an item is ranked by its nearest one.
-        top: number of items to return.
-
-    Raises:
-        InputError: the gallery has no captions.
+    With captions, an item is ranked by its nearest one.
     """
     if among == "captions" and not gallery.meta.captions:
         raise InputError("--among", among, "images: this gallery has no captions")

@@ -70,13 +70,27 @@ _Version = Annotated[int, Field(ge=0)]
 _HARDLY = 1e-5
 
 
-class SiloSummary(Stored):
+class _WithFigures(Stored):
+    """A record whose further keys are metrics."""
+
+    __pydantic_extra__: dict[str, Finite] = Field(init=False)
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        check_bounds(self.figures)
+        return self
+
+    @property
+    def figures(self) -> Figures:
+        """Metric name to value."""
+        return self.__pydantic_extra__
+
+
+class SiloSummary(_WithFigures):
     """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
     Without an evaluator there are none; ``own_heldout`` then has the metrics on the silos' own held-out items.
     """
-
-    __pydantic_extra__: dict[str, Finite] = Field(init=False)
 
     # Modalities of its items; empty of a silo that never stated its data, as a run with ``participation.minimum`` does
     # without it.
@@ -98,31 +112,13 @@ class SiloSummary(Stored):
     def _has_headline(self) -> SiloSummary:
         if self.figures and HEADLINE not in self.figures:
             raise ValueError(f"{HEADLINE} is missing")
-        check_bounds(self.figures)
         return self
 
-    @property
-    def figures(self) -> Figures:
-        """Metric name to value, ``mean_r1`` among them; empty without an evaluator."""
-        return self.__pydantic_extra__
 
-
-class OwnSiloFigures(Stored):
+class OwnSiloFigures(_WithFigures):
     """Evaluation of the shared model by a silo on its own held-out items; all further keys are metrics."""
 
-    __pydantic_extra__: dict[str, Finite] = Field(init=False)
-
     items: int  # number of these items that have both modalities
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> OwnSiloFigures:
-        check_bounds(self.figures)
-        return self
-
-    @property
-    def figures(self) -> Figures:
-        """Metric name to value."""
-        return self.__pydantic_extra__
 
 
 class OwnHeldOut(Stored):

@@ -143,7 +143,11 @@ def search_command(
 
     Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
     """
-    _check_query(run, text, image, item)
+    require_folder(run)
+    if image is not None:
+        from fedmq.encoders.images import check_header  # noqa: PLC0415
+
+        check_header(image)
     from fedmq.data.raw_set import whole  # noqa: PLC0415
     from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
 
@@ -160,19 +164,6 @@ def search_command(
         print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
         return
     out.print(hits_table(result.hits, binary=result.gallery.binary))
-
-
-def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
-    """Refuse an invalid query, image or run before torch is loaded."""
-    given = sum(query is not None for query in (text, image, item))
-    if given != 1:
-        raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
-    if not run.is_dir():
-        raise InputError(str(run), "no such folder", "the folder of a finished run, or of its model")
-    if image is not None:
-        from fedmq.encoders.images import check_header  # noqa: PLC0415
-
-        check_header(image)
 
 
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:

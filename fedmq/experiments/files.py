@@ -61,10 +61,6 @@ def _together(value: object) -> object:
     return ",".join(map(str, parts)) if plain else value
 
 
-def _one_or_more(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _selection(text: str) -> None:
     if text != ON_VALIDATION:
         grid.parse_variation(text, "--select")
@@ -74,7 +70,9 @@ _Vary = Annotated[str, _checked(partial(grid.parse_variation, option="--vary"))]
 _Select = Annotated[str, _checked(_selection)]
 _Setting = Annotated[str, _checked(lambda text: apply_settings({}, [text]))]
 _Target = Annotated[str, _checked(parse_target)]
-_Repeated = BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])
+_Repeated = BeforeValidator(
+    lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[str, ...]
+)
 _Listed = BeforeValidator(_together, json_schema_input_type=str | int | tuple[str | int, ...])
 
 

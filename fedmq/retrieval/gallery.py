@@ -299,17 +299,14 @@ class Gallery:
             InputError: the file is damaged, or holds something else than ``gallery.json`` says.
         """
         path, rows = self.folder / f"{name}.npy", self.meta.items if name == "image" else self.meta.captions
-        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, self._width)
+        width = self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
+        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, width)
         array = mapped(path, AGAIN)
         found = (array.dtype.kind, *array.shape)
         if found != expected or (name == "owner" and not self._are_owners(array)):
             shown = f"{found[0]} {list(found[1:])}, or other values"
             raise InputError(str(path), shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
         return array
-
-    @property
-    def _width(self) -> int | None:
-        return self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
 
     def _are_owners(self, array: Array) -> bool:
         """Whether numbers of items ascend."""

@@ -128,10 +128,12 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
             split = scenario.evaluation.split
             raise InputError("--site", f"a site without a pair in its {split} split", f"a site with {split} pairs")
         return release.site
-    release.check_one_data_set(
-        "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
-        "metrics of the silos' held-out items under own_heldout"
-    )
+    if scenario.data is None:
+        allowed = (
+            "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
+            "metrics of the silos' held-out items under own_heldout"
+        )
+        raise InputError(str(release.run.root), "a run whose data only the sites have (partition.kind own)", allowed)
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:

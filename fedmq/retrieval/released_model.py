@@ -242,11 +242,6 @@ class Release:
         """
         return self.files.build(prepared.inputs, prepared.label_names, modalities)
 
-    def check_one_data_set(self, instead: str) -> None:
-        """Refuse a run whose data only the sites have; ``instead`` is what the user can do."""
-        if self.scenario.data is None:
-            raise InputError(str(self.run.root), "a run whose data only the sites have (partition.kind own)", instead)
-
     def check_data(self, prepared: Prepared) -> None:
         """Refuse data that have changed since the run.
 

@@ -41,96 +41,6 @@ Files = Annotated[
     typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
-Seeds = Annotated[
-    str | None,
-    typer.Option("--seeds", metavar="A,B,...", help=f"Seeds; each row runs with all of them. {_SEEDS} by default."),
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the results; by default named after the rows.")
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder for the runs; comparisons that share it reuse equal runs."),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all scenarios.")
-]
-Vary = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vary",
-        metavar="[NAME:]KEY=A,B,...",
-        help="Add a row per value (YAML), for all scenarios or the named one; several --vary give all combinations. "
-        "E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
-    ),
-]
-Select = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--select",
-        metavar="[METHOD:]KEY=A,B,...",
-        help="Choose one of these values on the validation split, for all rows or one method; only the chosen one runs "
-        "on the test split. In a sweep, val chooses among all values of --vary.",
-    ),
-]
-SelectRounds = Annotated[
-    int | None,
-    typer.Option(
-        "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
-    ),
-]
-SelectSeed = Annotated[
-    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
-]
-Metric = Annotated[
-    str | None,
-    typer.Option(
-        "--metric",
-        metavar="A,B,...",
-        help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
-        f"--select chooses by the first one. {_METRIC} by default.",
-    ),
-]
-Baseline = Annotated[
-    str | None,
-    typer.Option(
-        "--baseline",
-        metavar="NAME",
-        help="Method or row to which the others are compared; the first by default; none for no baseline.",
-    ),
-]
-Across = Annotated[
-    str | None,
-    typer.Option(
-        "--across",
-        metavar="KEY",
-        help="A varied key, e.g. objective.bits, whose values become groups of columns, as in the tables of papers.",
-    ),
-]
-Targets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches the value."
-    ),
-]
-ZeroShot = Annotated[
-    bool,
-    typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", min=1, help="Runs in parallel; by default the number of cores, half of it with --processes."
-    ),
-]
-Processes = Annotated[
-    bool,
-    typer.Option(
-        "--processes",
-        help="Start silos with the scenario's launcher. By default, all silos of a run share one process without "
-        "messages, which gives a bit-identical model.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -140,21 +50,98 @@ class Options:
     kind: str
     files: list[Path]
     source: Path | None = None
-    vary: Vary = None
-    seeds: Seeds = None
-    out_dir: Out = None
-    runs: Runs = None
-    settings: Settings = None
-    select: Select = None
-    select_seed: SelectSeed = None
-    select_rounds: SelectRounds = None
-    metric: Metric = None
-    baseline: Baseline = None
-    across: Across = None
-    target: Targets = None
-    zero_shot: ZeroShot = False
-    jobs: Jobs = None
-    processes: Processes = False
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="[NAME:]KEY=A,B,...",
+            help="Add a row per value (YAML), for all scenarios or the named one; several --vary give all "
+            "combinations. E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
+        ),
+    ] = None
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", metavar="A,B,...", help=f"Seeds; each row runs with all of them. {_SEEDS} by default."),
+    ] = None
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results; by default named after the rows."),
+    ] = None
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", metavar="DIR", help="Folder for the runs; comparisons that share it reuse equal runs."),
+    ] = None
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all scenarios.")
+    ] = None
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            metavar="[METHOD:]KEY=A,B,...",
+            help="Choose one of these values on the validation split, for all rows or one method; only the chosen one "
+            "runs on the test split. In a sweep, val chooses among all values of --vary.",
+        ),
+    ] = None
+    select_seed: Annotated[
+        int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
+    ] = None
+    select_rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
+        ),
+    ] = None
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="A,B,...",
+            help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
+            f"--select chooses by the first one. {_METRIC} by default.",
+        ),
+    ] = None
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            metavar="NAME",
+            help="Method or row to which the others are compared; the first by default; none for no baseline.",
+        ),
+    ] = None
+    across: Annotated[
+        str | None,
+        typer.Option(
+            "--across",
+            metavar="KEY",
+            help="A varied key, e.g. objective.bits, whose values become groups of columns, as in the tables of "
+            "papers.",
+        ),
+    ] = None
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches the value."
+        ),
+    ] = None
+    zero_shot: Annotated[
+        bool,
+        typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
+    ] = False
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Runs in parallel; by default the number of cores, half of it with --processes."
+        ),
+    ] = None
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes",
+            help="Start silos with the scenario's launcher. By default, all silos of a run share one process without "
+            "messages, which gives a bit-identical model.",
+        ),
+    ] = False
     as_json: AsJson = False
     quiet: Quiet = False
 

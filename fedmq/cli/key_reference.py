@@ -38,11 +38,7 @@ class Key:
 
 
 def options(schema: type[Any]) -> tuple[Key, ...]:
-    """The options of a method or base loss, described by its dataclass's docstring.
-
-    Args:
-        schema: the dataclass; docstrings of its bases describe inherited options.
-    """
+    """The options of a method or base loss, described by its dataclass's docstring."""
     meanings: dict[str, str] = {}
     for kind in reversed([kind for kind in inspect.getmro(schema) if dataclasses.is_dataclass(kind)]):
         docstring = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)

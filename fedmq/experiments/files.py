@@ -304,11 +304,6 @@ def read_search(path: Path) -> TuneFile:
 def plan_search(path: Path, spec: TuneFile, resolve: Resolve) -> TunePlan:
     """The plan of a tuning file; every bound of its search spaces is tried on the scenario.
 
-    Args:
-        path: the file.
-        spec: its content.
-        resolve: reads and checks a scenario.
-
     Raises:
         InputError: a key, a bound, a method or the metric is not allowed.
     """

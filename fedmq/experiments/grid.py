@@ -178,13 +178,6 @@ def entries(
 
     A varied method that is the file's own keeps the options that the file gives it, as far as the value does not.
 
-    Args:
-        files: scenarios.
-        settings: ``--set``, for all.
-        varied: keys whose values make rows, for all files or for one scenario or method.
-        select: keys whose values are candidates, for all rows or for one method.
-        resolve: reads and checks a scenario.
-
     Raises:
         InputError: a scenario, key or value is not allowed, or two rows would be the same.
     """

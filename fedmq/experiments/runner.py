@@ -227,12 +227,6 @@ def carry_out(
 ) -> Comparison:
     """Select candidates on the validation split, execute the missing runs, and collect the rows.
 
-    Args:
-        plan: plan of the comparison.
-        place: where and how runs are executed.
-        report: called with the current step and its progress.
-        until_stopped: called before the first run is started; returns a function that says whether to stop the runs.
-
     Raises:
         InputError: the folder of the runs cannot be written, a run's data are invalid, or no run on the validation
             split has the metric by which candidates are selected.

@@ -56,10 +56,7 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
 def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Metric] = ()) -> set[int]:
     """The row that is better than every other one beyond chance: each paired 95 % interval leaves out 0.
 
-    Args:
-        values: values of the rows by seed; rows with fewer seeds than others are not considered.
-        column: a metric, or a path in the summary.
-        custom: entries of user-defined metrics.
+    Rows with fewer seeds than others are not considered.
 
     Returns:
         Its index; empty if there is no such row.

@@ -98,14 +98,6 @@ def tune(
 ) -> Tuned:
     """Search, or continue a search in a folder.
 
-    Args:
-        plan: plan of the search.
-        folder: folder of the search; its ``study.journal`` holds the trials.
-        place: where and how runs are executed.
-        report: called with the current step and its progress.
-        until_stopped: called before the first run is started; returns a function that says whether to stop.
-        clock: measures the time and pauses between looks at the running runs; None for the wall clock.
-
     Raises:
         InputError: the folder belongs to another search, its data are invalid, or a run has no such metric.
         DiskError: the disk is full or broken.

@@ -46,9 +46,6 @@ def until_stopped(resume: Callable[[], str] = lambda: "the same command") -> Cal
     """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
 
     The first one is acknowledged, as a clean stop may take as long as a task.
-
-    Args:
-        resume: what continues the run at that time, for the message.
     """
     caught: list[int] = []
 

@@ -31,10 +31,6 @@ from fedmq.text import Progress
 def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
     """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
 
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
-
     Returns:
         The folder of the prepared data.
 

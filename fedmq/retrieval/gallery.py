@@ -235,13 +235,7 @@ def _named(release: Release | ModelFolder, what: str, digest: str) -> str:
 
 
 def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report: Callable[[int], None]) -> Array:
-    """Encode inputs into vectors for an index.
-
-    Args:
-        model: the model.
-        modality: selects the tower.
-        batches: inputs of the tower.
-        report: called with the number of items done.
+    """Encode batches of inputs of a tower into vectors for an index; ``report`` gets the number of items done.
 
     Returns:
         Packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.

@@ -142,12 +142,7 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
 
 
 def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
-    """Compute the curves of a released model.
-
-    Args:
-        release: the run.
-        top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
-        progress: called while data are prepared.
+    """Compute the curves of a released model; cut-offs ``top_n`` beyond the gallery are left out.
 
     Raises:
         InputError: the data are not those of the run, or have no labels, or only the sites have them.
@@ -166,10 +161,6 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
 
 def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
     """Average the curves of several runs.
-
-    Args:
-        name: name of the runs.
-        runs: result of :func:`measured` for each run; at least one.
 
     Raises:
         InputError: their lists or codes have different lengths, so that they cannot be averaged.

@@ -93,12 +93,7 @@ class ModelFolder:
     def build(
         self, inputs: InputSpec, label_names: Sequence[str], modalities: tuple[Modality, ...] = MODALITIES
     ) -> TwoTower:
-        """The model with its released parameters.
-
-        Args:
-            inputs: shapes and dtypes of the data it was trained on.
-            label_names: label names of these data.
-            modalities: modalities of the towers that will be used.
+        """The model with its released parameters, for inputs and labels like those of the data it was trained on.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
@@ -230,11 +225,7 @@ class Release:
         return self.files.alone(modalities) if self.own is None else self.own.retriever
 
     def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
-        """The shared model with its released parameters.
-
-        Args:
-            prepared: a data set with the shapes and labels of the one it was trained on.
-            modalities: modalities of the towers that will be used.
+        """The shared model with its released parameters; ``prepared`` has the shapes and labels of its training data.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
@@ -292,10 +283,6 @@ def open_model(folder: Path, device: str | None = None, weights: str | None = No
 
 def open_release(root: Path, device: str | None = None) -> Release:
     """Open a finished run.
-
-    Args:
-        root: the run folder.
-        device: None takes the scenario's.
 
     Raises:
         InputError: it is not the folder of a finished run.

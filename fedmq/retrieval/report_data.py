@@ -46,10 +46,6 @@ I64 = npt.NDArray[np.int64]
 def write(release: Release, progress: Progress | None = None) -> None:
     """Write ``report_data.json`` into the run folder.
 
-    Args:
-        release: a finished run with a shared model.
-        progress: called while data are prepared.
-
     Raises:
         InputError: the data are not on this machine, or have changed since the run.
     """

@@ -320,12 +320,7 @@ def _app(pages: Mapping[str, Callable[[Any], Any]], token: str) -> Any:
 
 @contextlib.contextmanager
 def serving(app: Any, port: int, token: str) -> Iterator[str]:
-    """Serve an application in a thread while the block runs.
-
-    Args:
-        app: a Starlette application.
-        port: port on 127.0.0.1; 0 chooses a free one.
-        token: the application's token, for the address.
+    """Serve a Starlette application on 127.0.0.1 in a thread while the block runs; port 0 takes a free one.
 
     Yields:
         The address to open.

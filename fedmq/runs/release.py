@@ -108,11 +108,7 @@ def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[An
 
 
 def beside(path: Path, kind: str) -> Payload:
-    """Read a payload that was released with a model.
-
-    Args:
-        path: the file.
-        kind: kind of the payload, a key of :data:`BESIDE`.
+    """Read a payload that was released with a model, of a kind in :data:`BESIDE`.
 
     Raises:
         InputError: the file is damaged or has other content.
@@ -174,10 +170,6 @@ class Verified:
 
 def sign_model(folder: Path, identity: Identity) -> Signature:
     """Sign a model's folder and write ``signature.json`` into it; an older signature is replaced.
-
-    Args:
-        folder: with ``config.json`` and ``model.safetensors``.
-        identity: name and private key of the signer.
 
     Raises:
         InputError: it is not a model's folder, or holds something other than regular files.

@@ -67,13 +67,7 @@ def new_metrics(appended: AppendedLines) -> tuple[list[MetricsLine], bool]:
 
 @span("disk")
 def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durable: bool = False) -> None:
-    """Append a line to ``metrics.jsonl``, with the real date and time.
-
-    Args:
-        folder: the run folder.
-        line: a merge or an evaluation.
-        clock: clock of the run.
-        durable: also wait until the line is on disk.
+    """Append a line to ``metrics.jsonl``, with the real date and time; if ``durable``, wait until it is on disk.
 
     Raises:
         InputError: the file cannot be written.
@@ -250,11 +244,7 @@ _COMPLETED_LATER = {"seconds", "processes"}
 
 
 def result_digest(folder: RunFolder, name: str) -> str:
-    """SHA-256 (hex) of a file, of the summary without real times and memory.
-
-    Args:
-        folder: the run folder.
-        name: one of ``FILES``, or ``SUMMARY``.
+    """SHA-256 (hex) of a file of :data:`FILES`, or of the summary without real times and memory.
 
     Raises:
         InputError: it cannot be read.

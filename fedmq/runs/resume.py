@@ -32,14 +32,6 @@ def check(
 ) -> None:
     """Check that a run folder is of a run of a scenario: unfinished, not evaluated at its end, or to be extended.
 
-    Args:
-        folder: the run folder.
-        before: its scenario, as resolved.
-        scenario: the scenario to resume with, as resolved.
-        place: the option that names the folder, for the error.
-        inline: whether silos are to run inside the coordinator, without messages.
-        extend: whether the run is to be extended by further rounds, for which it may be finished.
-
     Raises:
         InputError: the folder belongs to another scenario (the error names the differing keys), the run is finished, or
             it would continue without messages after starting with them, or the reverse: an audit could then cover only
@@ -90,10 +82,6 @@ def extended(scenario: Scenario, rounds: int) -> Scenario:
     The learning rate and the methods' schedules run over the rounds of the first scenario; further rounds keep the
     final learning rate. So an extended run gives the model of a run with all rounds and the same
     ``training.schedule_rounds`` from the start.
-
-    Args:
-        scenario: the resolved scenario.
-        rounds: number of further rounds.
     """
     training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})
     return scenario.model_copy(update={"rounds": scenario.rounds + rounds, "training": training})
@@ -113,10 +101,6 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
     """Write an extended scenario into its run folder; the summary until now is kept as ``summary-ROUNDS.json``.
 
     The coordinator's message log gets a note, before anything changes.
-
-    Args:
-        folder: the run folder.
-        scenario: from :func:`extended`.
 
     Raises:
         InputError: the folder cannot be written.
@@ -143,10 +127,7 @@ class Pruning:
 def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
     """Find what can be removed.
 
-    Args:
-        folder: the run folder.
-        personalised: whether silos have personal models, for which ``fedmq search --silo`` needs the last checkpoint
-            and each silo's newest personal state.
+    For personal models, ``fedmq search --silo`` needs the last checkpoint and each silo's newest personal state.
 
     Raises:
         InputError: the run is not finished, so that it needs its checkpoints.

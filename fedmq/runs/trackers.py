@@ -111,13 +111,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """Write the values of one line.
-
-        Args:
-            values: values of the line.
-            version: number of merges, the horizontal axis.
-            at: real time [s since 1970].
-        """
+        """Write the values of one line; ``version`` is the number of merges, ``at`` the real time [s since 1970]."""
 
     @abstractmethod
     def finish(self, end: End, result: Mapping[str, float]) -> None:

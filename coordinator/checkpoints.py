@@ -247,7 +247,6 @@ class Checkpointing:
         counters: Counters,  # the run's counters, including those of earlier processes
         roster: Peers,  # counts the messages of this process
         fault_injector: FaultInjector,  # knows the issue times of tasks, and simulates a full disk
-        # Number of each silo's last committed task in the checkpoint that the run resumes from.
         # Number of each silo's last committed task in the last checkpoint; a silo's personal model is evaluated in the
         # state after that task.
         committed: Mapping[str, int],

@@ -222,7 +222,7 @@ class FaultInjector:
         Raises:
             OSError: the disk is full, or simulated to be.
         """
-        for place, fault in self.script.refusals(version):
+        for place, fault in self.script.full_disks(version):
             for number in range(fault.times):
                 if self._mark_fired(f"{place} disk {number}"):
                     self._log_strike(ScheduledFault(place, fault), COORDINATOR, version, cause)

@@ -156,7 +156,7 @@ class Rounds:
         if task is None:
             return self, (Discard(event.silo, event.sequence, DiscardReason.DUPLICATE),)
         received = self._answered(event)
-        if (reason := self._refusal(task)) is not None:
+        if (reason := self._discard_reason(task)) is not None:
             return received, (Discard(event.silo, event.sequence, reason),)
         return replace(received, arrived={**self.arrived, event.silo: event.sequence}), ()
 
@@ -208,7 +208,7 @@ class Rounds:
         losses = self.losses if event.loss is None else {**self.losses, event.silo: event.loss}
         return replace(self, pending=self._without(event.silo), losses=losses)
 
-    def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
+    def _discard_reason(self, pending_task: PendingTask) -> DiscardReason | None:
         """Why a reply is discarded; None if it is merged."""
         age = self.version - pending_task.base_version
         if self.plan.mode == "sync":

@@ -3,7 +3,7 @@
 Why a silo was refused: :meth:`Roster.take` refuses frames by the session and the key, :mod:`coordinator.handshakes` a
 hello, :mod:`coordinator.data_admission` its data, :mod:`coordinator.updates` its reply. Each refusal is counted by
 reason in :attr:`Roster.refused` (``summary.json``: ``messages``) and logged with its sender and detail by
-:meth:`Roster.refuse`.
+:meth:`Roster.refuse`; those of senders that prove no key are logged at a limited rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What becomes of a silo's reply: it is validated once, into an :class:`Update`, weighted, and merged.
 
-Pure computation; the loop does all waiting, sending and writing. A refused reply is counted in
-:mod:`coordinator.counters` and logged by :mod:`coordinator.sessions`.
+Pure computation; the loop does all waiting, sending and writing. A refused reply is counted and logged by
+:mod:`coordinator.peers`; :mod:`coordinator.counters` counts those of each silo.
 """
 
 from __future__ import annotations

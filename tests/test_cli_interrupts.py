@@ -120,6 +120,20 @@ def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(
     assert read_yaml(out / "scenario.yaml")["training"]["schedule_rounds"] == 4
 
 
+def test_rounds_with_a_learning_rate_of_zero_are_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, to_zero = tmp_path / "run", ("--set", "training.decay_to=0")
+    beyond = ("--set", "rounds=6", "--set", "training.schedule_rounds=4")
+    assert fedmq(monkeypatch, "scenario", tiny, *INLINE, *to_zero, *beyond, "--out", out, "--quiet") == 2
+    assert "training.decay_to" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "scenario", tiny, *INLINE, *to_zero, "--out", out, "--quiet") == 0
+    before = (out / "scenario.yaml").read_bytes()
+    assert fedmq(monkeypatch, "scenario", "--resume", out, "--extend", 1, "--quiet") == 2
+    assert "training.decay_to" in capfd.readouterr().err
+    assert (out / "scenario.yaml").read_bytes() == before
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_extended_only_if_it_has_its_checkpoints(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -274,7 +275,8 @@ class Link:
         self.open = False
         for pair in self.pairs:
             for each in pair:
-                each.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # reset already
+                    each.shutdown(socket.SHUT_RDWR)
                 each.close()
         self.pairs.clear()
 

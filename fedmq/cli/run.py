@@ -220,7 +220,7 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
     """The run with ``extend`` further rounds; the run as it is if ``extend`` is None."""
     from fedmq.runs.resume import extended  # noqa: PLC0415
 
-    return run if extend is None else run.changed(extended(run.scenario, extend))
+    return run if extend is None else run.changed(extended(run.scenario, extend, run.source.file))
 
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:

@@ -415,6 +415,8 @@ class Scenario(Part):
                 f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds}): set "
                 f"training.warmup_rounds as well, e.g. to {self.schedule_rounds // 2}"
             )
+        if not self.training.rate_at(self.rounds - 1, self.schedule_rounds) > 0:
+            raise ValueError("the last round has learning rate 0: raise training.decay_to or training.step_factor")
         robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
         if minimum is not None and minimum > count:
             raise ValueError(f"participation.minimum ({minimum}) must be at most silos.count ({count})")

@@ -2,7 +2,7 @@
 
 The schedule is drawn from the scenario's seed, so that all processes derive the same one. Effects are pure functions.
 :mod:`fedmq.config.faults` has the schema. Virtual runs depend only on these functions, not on real durations;
-``coordinator/faults.py`` and ``silos/tasks.py`` carry the faults out, e.g. kill a process or damage a frame.
+``coordinator/faults.py``, ``silos/tasks.py`` and, for processes, ``fedmq/launch/processes.py`` carry the faults out.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class FaultSchedule:
         """The coordinator's crashes, with their indices in the scenario's list."""
         return [(place, fault) for place, fault in enumerate(self.faults) if isinstance(fault, CoordinatorCrash)]
 
-    def refusals(self, version: int) -> list[tuple[int, DiskFull]]:
+    def full_disks(self, version: int) -> list[tuple[int, DiskFull]]:
         """The disk-full faults of a version's checkpoint, with their indices in the scenario's list."""
         full = [(place, fault) for place, fault in enumerate(self.faults) if isinstance(fault, DiskFull)]
         return [(place, fault) for place, fault in full if fault.round == version]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmq.clock import WallClock
+from fedmq.config.resolve import parse
 from fedmq.config.run_id import flat
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -76,15 +77,19 @@ def _started_inline(path: Path) -> bool | None:
     return any(isinstance(record, NoteRecord) and record.event is LogEvent.INLINE for record in first)
 
 
-def extended(scenario: Scenario, rounds: int) -> Scenario:
+def extended(scenario: Scenario, rounds: int, path: Path) -> Scenario:
     """A run's scenario with further rounds.
 
     The learning rate and the methods' schedules run over the rounds of the first scenario; further rounds keep the
     final learning rate. So an extended run gives the model of a run with all rounds and the same
     ``training.schedule_rounds`` from the start.
+
+    Raises:
+        InputError: the scenario does not allow further rounds, e.g. because their learning rate would be 0.
     """
     training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})
-    return scenario.model_copy(update={"rounds": scenario.rounds + rounds, "training": training})
+    longer = scenario.model_copy(update={"rounds": scenario.rounds + rounds, "training": training})
+    return parse(longer.model_dump(mode="json"), path)
 
 
 def earlier_ends(folder: RunFolder) -> frozenset[int]:

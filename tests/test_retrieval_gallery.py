@@ -198,13 +198,6 @@ def test_another_runs_memory_next_to_the_model_is_refused(hashing: Release, tmp_
         export(open_release(root))
 
 
-def test_an_unknown_gallery_is_refused_with_the_allowed_ones(embeddings: Release, tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, a scen"
-    ):
-        export(embeddings, tmp_path / "nowhere")
-
-
 def test_another_scenarios_data_can_be_the_gallery(embeddings: Release, features: Path, tmp_path: Path) -> None:
     with np.load(features) as whole:
         part = {name: whole[name][:20] for name in ("image", "text")}
@@ -229,6 +222,8 @@ def test_free_text_queries_on_array_features_are_refused_before_anything_is_enco
 def test_invalid_searches_are_refused_by_name(embeddings: Release, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one of the gallery's 150 items"):
         by_item(embeddings, "0007")
+    with pytest.raises(InputError, match=r"--gallery .*nowhere: found 'no such file or folder'"):
+        export(embeddings, tmp_path / "nowhere")
     with pytest.raises(InputError, match="one of TEXT"):
         search.Query(text="a dog", item="000007")
     with pytest.raises(InputError, match=r"--side.*only with --item"):
@@ -255,31 +250,21 @@ def test_arrays_that_do_not_fit_their_description_are_refused(name: str, embeddi
             made.array(name)
 
 
-def test_vectors_that_are_not_finite_are_refused(embeddings: Release) -> None:
+def test_a_gallery_that_is_damaged_or_another_models_is_refused(embeddings: Release, tmp_path: Path) -> None:
     made = export(embeddings)
-    rows = np.array(made.array("image"))
+    rows, names = np.array(made.array("image")), made.folder / "items.json"
     rows[30] = np.nan
     np.save(made.folder / "image.npy", rows)
     with pytest.raises(InputError, match="found 'vectors that are not finite'"):
         by_item(embeddings, "000007", among="images", top=1)
-
-
-def test_another_models_gallery_in_place_of_the_runs_is_refused(embeddings: Release, tmp_path: Path) -> None:
+    names.write_text(json.dumps({name: values[:50] for name, values in json.loads(names.read_text()).items()}))
+    with pytest.raises(InputError, match="50 items in a gallery of 150"):
+        by_item(embeddings, "000003", top=60)
     other = export(open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0)))
-    made = export(embeddings)
     shutil.rmtree(made.folder)
     shutil.copytree(other.folder, made.folder)
     with pytest.raises(InputError, match=r"gallery\.json: found 'a gallery of model"):
         by_item(embeddings, "000003")
-
-
-def test_a_gallery_with_fewer_names_than_vectors_is_refused(embeddings: Release) -> None:
-    made = export(embeddings)
-    path = made.folder / "items.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({name: values[:50] for name, values in stored.items()}))
-    with pytest.raises(InputError, match="50 items in a gallery of 150"):
-        by_item(embeddings, "000003", top=60)
 
 
 def test_a_named_pipe_among_the_images_is_refused_and_never_opened(embeddings: Release, tmp_path: Path) -> None:

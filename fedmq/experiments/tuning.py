@@ -118,7 +118,7 @@ def tune(
     trials = tuple(
         _trial_of(name, trial) for name, study in studies.items() for trial in study.trials if trial.state.is_finished()
     )
-    return Tuned(trials, _best(trials, maximise=search.maximise), stopped)
+    return Tuned(trials, _best(trials, maximise=_maximise(plan)), stopped)
 
 
 def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
@@ -228,44 +228,40 @@ def _value(stored: Any) -> Any:
     return json.loads(stored) if isinstance(stored, str) else stored
 
 
+@dataclass
 class _Search:
     """Proposes, executes and judges trials."""
 
-    def __init__(
-        self,
-        optuna: Any,
-        plan: TunePlan,
-        place: Workplace,
-        journal: Path,
-        studies: Mapping[str, Any],
-        report: Callable[[str, pool.JobProgress], None],
-        stop_wanted: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        self._optuna, self._plan, self._place, self._studies = optuna, plan, place, studies
-        self._journal = journal
-        self._report, self._stop_wanted = report, stop_wanted
-        self._errors: dict[str, str] = {}
-        self._clock, self._done_before = clock, self._over * len(plan.spec.seeds)
-        self.maximise = _maximise(plan)
+    optuna: Any
+    plan: TunePlan
+    place: Workplace
+    journal: Path
+    studies: Mapping[str, Any]
+    report: Callable[[str, pool.JobProgress], None]
+    stop_wanted: Callable[[], bool]
+    clock: Clock
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.done_before = self._over * len(self.plan.spec.seeds)
 
     @property
     def _over(self) -> int:
-        return sum(trial.state.is_finished() for study in self._studies.values() for trial in study.trials)
+        return sum(trial.state.is_finished() for study in self.studies.values() for trial in study.trials)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
         """The unfinished trials of a stopped search, and new ones until the batch of each method is full."""
-        batch, size = [], self._plan.spec.batch
-        for method in self._plan.methods:
-            study = self._studies[method.name]
+        batch, size = [], self.plan.spec.batch
+        for method in self.plan.methods:
+            study = self.studies[method.name]
             trials = study.trials
             left = [self._attempt(method, trial.number) for trial in trials if not trial.state.is_finished()]
             begun = len(trials)
             full = begun + -begun % size
             if not left and full == begun:
                 full += size
-            for number in range(begun, min(full, self._plan.spec.trials)):
+            for number in range(begun, min(full, self.plan.spec.trials)):
                 self._propose(method, number)
                 left.append(self._attempt(method, number))
             batch += left
@@ -273,27 +269,27 @@ class _Search:
 
     def _propose(self, method: TunedMethod, number: int) -> None:
         """Add the next trial of a method to its study, with all its settings in one operation of the journal."""
-        study, space = self._studies[method.name], _space(self._optuna, method)
-        beside = self._optuna.create_study(sampler=self._sampler(method, number), direction=study.direction)
+        study, space = self.studies[method.name], _space(self.optuna, method)
+        beside = self.optuna.create_study(sampler=self._sampler(method, number), direction=study.direction)
         beside.add_trials(study.trials)
         proposed = beside.ask(space).params
-        state = self._optuna.trial.TrialState.RUNNING
-        with writing(self._journal):
-            study.add_trial(self._optuna.trial.create_trial(state=state, params=proposed, distributions=space))
+        state = self.optuna.trial.TrialState.RUNNING
+        with writing(self.journal):
+            study.add_trial(self.optuna.trial.create_trial(state=state, params=proposed, distributions=space))
 
     def _sampler(self, method: TunedMethod, number: int) -> Any:
-        spec, samplers = self._plan.spec, self._optuna.samplers
+        spec, samplers = self.plan.spec, self.optuna.samplers
         seed = seeds.derive(spec.seed, "tune", method.name, number) % 2**32
         if spec.sampler == "random":
             return samplers.RandomSampler(seed=seed)
         return samplers.TPESampler(seed=seed, n_startup_trials=spec.startup)
 
     def _attempt(self, method: TunedMethod, number: int) -> _Attempt:
-        study = self._studies[method.name]
+        study = self.studies[method.name]
         frozen = study.trials[number]
         settings = as_settings({key: _value(value) for key, value in frozen.params.items()})
-        runs = _runs_of(self._plan, method, settings, self._place)
-        trial = self._optuna.trial.Trial(study, frozen._trial_id)
+        runs = _runs_of(self.plan, method, settings, self.place)
+        trial = self.optuna.trial.Trial(study, frozen._trial_id)
         return _Attempt(method, trial, runs, frozen.user_attrs.get("pruned_at"))
 
     # ---------------------------------------------------------------------------------------------------- execution
@@ -316,17 +312,17 @@ class _Search:
 
         def report(progress: pool.JobProgress) -> None:
             """The progress in runs of the whole search; those of trials that are over count as done."""
-            seeds_of_trial = len(self._plan.spec.seeds)
-            total = self._plan.spec.trials * len(self._studies) * seeds_of_trial
+            seeds_of_trial = len(self.plan.spec.seeds)
+            total = self.plan.spec.trials * len(self.studies) * seeds_of_trial
             done = self._over * seeds_of_trial + sum(run.done for attempt in batch for run in attempt.runs)
-            here = done - self._done_before
-            left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
-            self._report("runs", replace(progress, done=done, total=total, left=left))
+            here = done - self.done_before
+            left = self.clock.now() * (total - done) / here if here > 0 and done < total else None
+            self.report("runs", replace(progress, done=done, total=total, left=left))
 
         ordered = [jobs[name] for name in followed if name in jobs]
-        ended = pool.run_all(ordered, self._place.jobs, report, self._stop_wanted, useless=useless, clock=self._clock)
+        ended = pool.run_all(ordered, self.place.jobs, report, self.stop_wanted, useless=useless, clock=self.clock)
         self._follow(batch, followed)
-        self._errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
+        self.errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
         return ended.stopped
 
     def _follow(self, batch: list[_Attempt], followed: Mapping[str, AppendedLines]) -> None:
@@ -337,7 +333,7 @@ class _Search:
                 continue
             for run in attempt.runs:
                 for line in fresh[run.name]:
-                    value = line.metrics.get(self._plan.spec.metric) if isinstance(line, EvaluationLine) else None
+                    value = line.metrics.get(self.plan.spec.metric) if isinstance(line, EvaluationLine) else None
                     if value is not None:
                         attempt.seen.setdefault(line.version, {})[run.name] = value
             self._judge(attempt)
@@ -358,18 +354,18 @@ class _Search:
                 trial.intermediate_values[version] = mean
                 if study.pruner.prune(study, trial):
                     attempt.pruned_at = version
-                    with writing(self._journal):
+                    with writing(self.journal):
                         attempt.trial.set_user_attr("pruned_at", version)
-            with writing(self._journal):
+            with writing(self.journal):
                 attempt.trial.report(mean, version)
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
         """Record the outcome of a trial."""
         state, values, reason = self._judged(attempt)
-        states = self._optuna.trial.TrialState
-        study, number = self._studies[attempt.method.name], attempt.trial.number
-        with writing(self._journal):
+        states = self.optuna.trial.TrialState
+        study, number = self.studies[attempt.method.name], attempt.trial.number
+        with writing(self.journal):
             recorded = Attributes(state=state, reason=reason, seeds=values)
             for name, value in recorded.model_dump(mode="json", exclude_defaults=True).items():
                 attempt.trial.set_user_attr(name, value)
@@ -383,12 +379,12 @@ class _Search:
             return TrialState.PRUNED, [], f"below the median at round {attempt.pruned_at}"
         for run in attempt.runs:
             if not run.done:
-                return TrialState.FAILED, [], self._errors.get(run.name, "its run did not finish")
+                return TrialState.FAILED, [], self.errors.get(run.name, "its run did not finish")
         for run in attempt.runs:
             if (why := run.unaccepted) is not None:
                 return TrialState.REFUSED, [], why
         done = [results.read(run.folder) for run in attempt.runs]
-        metric = metric_among(done, self._plan.spec.metric)
+        metric = metric_among(done, self.plan.spec.metric)
         values = [run.value(metric) for run in done]
         numbers = [value for value in values if value is not None and math.isfinite(value)]
         if all(value is None for value in values):

@@ -144,7 +144,7 @@ def test_an_untrained_shared_model_is_refused_and_a_personal_one_is_not(local: P
 
 def test_a_usable_shared_model_is_selected_without_naming_a_silo(adapted: Path) -> None:
     release = opened(adapted)
-    assert release.own is None and release.used == open_release(adapted).digest
+    assert release.own is None and release.used == open_release(adapted).used
     assert as_the_silo_measured(adapted, PAIRED).used != release.used
 
 

@@ -185,7 +185,7 @@ def personal_model_of(release: Release, population: Population, message: Message
         )
         raise InputError(str(path), "no such file", allowed)
     held = hashlib.sha256(save(dict(kept))).hexdigest()
-    key = key_of("own", release.digest, header.receiver, held, [digest(payload) for payload in message.payloads])
+    key = key_of("own", release.files.used, header.receiver, held, [digest(payload) for payload in message.payloads])
     return PersonalModel(header.receiver, key, found)
 
 

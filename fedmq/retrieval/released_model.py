@@ -106,12 +106,15 @@ class ModelFolder:
         model = build_towers(
             self.backbone, self.objective, inputs, label_names, self.seed, self.device, modalities, cache=self.cache
         )
-        layout, theta = parameters(self.folder / "model.safetensors", self.config.layout)
+        path = self.folder / "model.safetensors"
+        layout, theta = parameters(path, self.config.layout)
         if not layout.digest == model.layout.digest == self.config.layout_digest:
-            raise InputError(str(self.folder), "parameters of another model", "the release of this run")
+            others = [entry.name for entry in layout.entries if entry not in model.layout.entries]
+            place = ": ".join([str(path), *others[:1]])
+            raise InputError(place, "parameters of another model", "the release of this run")
         found_digest = model.layout.model_digest(theta)
         if found_digest != self.config.model_digest:
-            raise OtherModelError(self.folder / "model.safetensors", found_digest, self.config.model_digest)
+            raise OtherModelError(path, found_digest, self.config.model_digest)
         more = [self._beside(kind) for kind in BESIDE if kind in self.config.released_with]
         try:
             load_inference(model, (Model(model.layout.digest, theta), *more))
@@ -189,11 +192,6 @@ class Release:
     site: Population | None = None
 
     @property
-    def config(self) -> ReleaseConfig:
-        """``model/config.json``."""
-        return self.files.config
-
-    @property
     def cache(self) -> Path:
         """Folder of prepared data and shared weights."""
         return self.files.cache
@@ -204,14 +202,9 @@ class Release:
         return self.files.device
 
     @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of the model as the release records it; :meth:`model` checks the parameters against it."""
-        return self.config.model_digest
-
-    @property
     def used(self) -> str:
         """SHA-256 (hex) of the model that :meth:`retriever` returns."""
-        return self.digest if self.own is None else self.own.digest
+        return self.files.used if self.own is None else self.own.digest
 
     def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
         """The shared model, or the personal model if one is selected; arguments and errors as in :meth:`model`."""
@@ -239,7 +232,7 @@ class Release:
         Raises:
             InputError: they have other items, labels or splits, or are vectors of another file.
         """
-        recorded = self.config.data_digest
+        recorded = self.files.config.data_digest
         if recorded is not None and prepared.content != recorded:
             changed = f"data of other content than the run was made with ({prepared.content[:12]})"
             raise InputError(f"{self.run.root}: the data", changed, f"the data of the run ({recorded[:12]})")

@@ -59,8 +59,8 @@ def collect(release: Release, progress: Progress | None = None) -> ReportData:
     release.check_data(population.prepared)
     classes, holdings = _holdings(population)
     notes = [*population.prepared.notes, *population.prepared.warnings]
-    data = ReportData(model_digest=release.digest, classes=classes, holdings=holdings, notes=notes)
-    if release.config.personal_only:
+    data = ReportData(model_digest=release.files.used, classes=classes, holdings=holdings, notes=notes)
+    if release.files.config.personal_only:
         return data
     shuffled = seeds.numpy_generator(scenario.seed, "report").permutation(population.evaluated)
     rows = np.sort(shuffled[:_MOST_ITEMS])

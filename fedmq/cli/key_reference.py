@@ -31,7 +31,7 @@ _VAST = 10**9
 class Key:
     """A scenario key or an option."""
 
-    name: str  # name of the key
+    name: str
     values: str  # allowed values, in words
     default: str  # the default in YAML, or :data:`REQUIRED`
     meaning: str  # description

@@ -260,7 +260,7 @@ class TuneFile(BaseModel):
 class TunedMethod:
     """A method with its search space."""
 
-    name: str  # name of the method
+    name: str
     entry: Entry  # scenario file and settings
     space: Mapping[str, Range | tuple[Any, ...]]  # scenario key to range or values
     first: Mapping[str, Any]  # a value of each key, with which its scenario was checked

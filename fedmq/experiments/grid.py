@@ -60,10 +60,10 @@ class Variation:
 class Entry:
     """One row of a comparison, run with every seed."""
 
-    name: str  # name of the row
+    name: str
     method: str  # the method that is compared
     point: tuple[tuple[str, str], ...]  # the other varied keys and their values as shown
-    file: Path  # the scenario file
+    file: Path
     settings: tuple[str, ...]  # ``--set`` options of all its runs
     # Alternative further settings, one of which is selected on the validation split.
     candidates: tuple[tuple[str, ...], ...] = ((),)

@@ -72,7 +72,7 @@ class Run:
 
     name: str  # scenario, method, seed and a digest of the rest
     title: str  # title for display: row and seed
-    folder: RunFolder  # the run folder
+    folder: RunFolder
     resolved: ResolvedRun  # the run as its processes see it
 
     @property

@@ -75,7 +75,7 @@ def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Me
 class Row:
     """One row of the result."""
 
-    entry: Entry  # entry of the plan
+    entry: Entry
     chosen: tuple[str, ...]  # settings selected on the validation split
     outcomes: Mapping[int, FinishedRun]  # finished runs by seed, without failed ones
     columns: Mapping[str, Statistic]  # statistics by column

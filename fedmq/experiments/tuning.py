@@ -60,7 +60,7 @@ class Attributes(BaseModel):
 class Trial:
     """A trial that is over."""
 
-    method: str  # its name
+    method: str
     number: int  # from 0
     state: TrialState  # its outcome
     value: float | None  # mean of the metric over seeds; for a pruned trial, the last one

@@ -264,7 +264,7 @@ _SYMBOLS: dict[Modality, str] = {"image": "circle", "text": "x-thin-open"}
 class Plane:
     """One model's items in the plane."""
 
-    name: str  # name of the model
+    name: str
     places: F32  # coordinates, float32 [n, 2]
     sides: tuple[Modality, ...]  # modality of each point: the item's image, or its first caption
     classes: tuple[str, ...]  # class of each point

@@ -28,7 +28,7 @@ class Hit:
 
     rank: int  # from 1
     score: float  # cosine similarity, or Hamming distance of codes
-    item: str  # name of the item
+    item: str
     caption: str  # the caption found, or the first caption of an image found; empty if captions are unknown as text
 
 

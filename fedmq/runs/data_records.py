@@ -138,7 +138,7 @@ _Plane = list[Annotated[list[float], Field(min_length=2, max_length=2)]]
 class ReportItem(Stored):
     """An item of an example."""
 
-    key: str  # the item's name
+    key: str
     caption: str = ""  # a caption of it; empty if captions are not known as text
     image: Thumbnail = ""  # a thumbnail; empty if there are no images
 
@@ -158,7 +158,7 @@ class ReportHit(ReportItem):
 class Example(Stored):
     """A query with what the released model retrieves for it."""
 
-    way: Literal["t2i", "i2t"]  # ``t2i`` or ``i2t``
+    way: Literal["t2i", "i2t"]
     best: bool  # one of the best cases, otherwise one of the worst
     query: ReportItem  # the query's item
     rank: int  # rank of the right item, from 1

@@ -56,7 +56,7 @@ class ReleaseConfig(Stored):
 
     backbone: dict[str, JsonValue]  # the scenario's backbone section
     objective: dict[str, JsonValue]  # the scenario's objective section
-    protocol: str  # the method
+    protocol: str
     dim: int  # dimension of the embeddings
     layout_digest: Digest  # SHA-256 (hex) of the parameters' layout
     layout: list[str]  # names of its entries, in the order that ``model.safetensors`` does not keep
@@ -151,7 +151,7 @@ class Signature(Stored):
     """``signature.json``."""
 
     format: Literal[1]  # format of the file
-    signer: Annotated[str, Field(min_length=1, max_length=64)]  # name of the key
+    signer: Annotated[str, Field(min_length=1, max_length=64)]
     key: Digest  # public Ed25519 key (hex)
     # SHA-256 (hex) of each file, by its path in the folder.
     files: Annotated[dict[str, Digest], Field(max_length=_MAX_FILES)]

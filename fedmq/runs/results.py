@@ -128,7 +128,7 @@ class Evaluated(NamedTuple):
 class FinishedRun:
     """A finished run."""
 
-    folder: RunFolder  # the run folder
+    folder: RunFolder
     summary: RunSummary | None  # its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation
     # What was measured, in order of versions; without an evaluator on the silos' own held-out items.
     evaluations: tuple[Evaluated, ...]

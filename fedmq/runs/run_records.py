@@ -205,8 +205,8 @@ class BestVersion(Stored):
     """The version with the highest value of a metric on the validation split."""
 
     version: int  # number of merges
-    metric: str  # name of the metric
-    value: Finite  # its value
+    metric: str
+    value: Finite
     model_digest: Digest  # digest (hex) of the version's parameters
 
 
@@ -217,8 +217,8 @@ _SCREEN = 100
 class RunSummary(Stored):
     """``summary.json`` of a finished run."""
 
-    protocol: str  # the method
-    scenario: str  # its name
+    protocol: str
+    scenario: str
     seed: int  # seed of the run
     rounds: int  # requested by the scenario
     versions: int  # number of merges
@@ -303,7 +303,7 @@ class RunSummary(Stored):
 class MergeLine(Stored):
     """A line of ``metrics.jsonl`` for a merge; all further keys are values that the method reports of the merge."""
 
-    kind: Literal["merge"]  # ``merge``
+    kind: Literal["merge"]
     version: _Version  # version of the merged model
     now: Amount  # the run's time of the merge [s]
     replies: list[str]  # names of the silos whose replies were merged, one for each reply
@@ -333,7 +333,7 @@ class MergeLine(Stored):
 class EvaluationLine(Stored):
     """A line of ``metrics.jsonl`` for an evaluation of the shared model."""
 
-    kind: Literal["evaluation"]  # ``evaluation``
+    kind: Literal["evaluation"]
     version: _Version  # version of the model
     metrics: Figures  # metrics on the whole split
     per_silo: BySilo  # metrics on each silo's part of the split
@@ -343,7 +343,7 @@ class EvaluationLine(Stored):
 class OwnHeldOutLine(OwnHeldOut):
     """A line of ``metrics.jsonl`` for an evaluation of the shared model by the silos; further fields as there."""
 
-    kind: Literal["own_heldout"]  # ``own_heldout``
+    kind: Literal["own_heldout"]
     version: _Version  # version of the model
     wall: DateTime | None = None  # as for a merge
 
@@ -351,7 +351,7 @@ class OwnHeldOutLine(OwnHeldOut):
 class PersonalLine(Stored):
     """A line of ``metrics.jsonl`` for an evaluation of the personal models; the names are those of the summary."""
 
-    kind: Literal["personal"]  # ``personal``
+    kind: Literal["personal"]
     version: _Version  # version of the shared model at that time
     personal: Figures  # means over silos on the whole split
     personal_whole_split: BySilo  # by silo, on the whole split

@@ -155,8 +155,8 @@ def final_evaluation_request(release: Release, population: Population, silo: str
     rounds = Rounds.from_record(run_context.plan, saved.rounds)
     state = saved.states[rounds.version]
     digest = run_context.context.layout.model_digest(state.theta.numpy())
-    if digest != release.digest:
-        raise OtherModelError(folder.checkpoints / f"version-{rounds.version:06d}", digest, release.digest)
+    if digest != release.files.used:
+        raise OtherModelError(folder.checkpoints / f"version-{rounds.version:06d}", digest, release.files.used)
     sequence, version = rounds.committed.get(silo, 0), rounds.version
     header = Header(
         run=run_name(scenario),

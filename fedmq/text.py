@@ -1,4 +1,4 @@
-"""Text that is safe to print on a terminal, progress of long tasks, and suggestions for misspelt names.
+"""Text that is safe on a terminal and in a spreadsheet, progress of long tasks, and suggestions for misspelt names.
 
 Names, labels, paths and error texts come from other people's files and from peers. What a command prints goes through
 :func:`print_line`, :func:`print_json` or :class:`fedmq.safe_console.SafeConsole`; there is no other use of ``print``.
@@ -6,7 +6,9 @@ Names, labels, paths and error texts come from other people's files and from pee
 
 from __future__ import annotations
 
+import csv
 import difflib
+import io
 import json
 import re
 import shutil
@@ -14,8 +16,9 @@ import sys
 import textwrap
 import traceback
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 #: Minimum similarity (difflib ratio) at which a name is suggested.
 _NEAR = 0.75
@@ -112,6 +115,13 @@ def size_text(number: float) -> str:
     return f"{number:.1f} TB"
 
 
+def duration_text(seconds: float) -> str:
+    """A time with its unit: ``40 s``, ``3.1 min``, ``2.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def tensor_text(size: int) -> str:
     """The size of a payload's tensors; one without tensors holds numbers or words only."""
     return size_text(size) if size else "numbers only"
@@ -144,6 +154,36 @@ def is_float(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+#: First characters of a cell that a spreadsheet takes for a formula; also their wide forms, for Excel in Japanese.
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV with a header line; fields that a record lacks are empty, text is no formula."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writerow({name: csv_cell(name) for name in names})
+    writer.writerows({name: csv_cell(value) for name, value in record.items()} for record in records)
+    return text.getvalue()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value for a cell; text that a spreadsheet would take for a formula begins with an apostrophe.
+
+    Characters that control a terminal, and line ends, are escaped.
+    """
+    if not isinstance(value, str):
+        return value
+    shown = printable(value)
+    return f"'{shown}" if shown.startswith(_FORMULA) and not is_float(shown) else shown
+
+
+def csv_text(cell: str) -> str:
+    """The text of a cell that :func:`csv_cell` made, with its escapes."""
+    return cell[1:] if cell.startswith("'") and csv_cell(cell[1:]) == cell else cell
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

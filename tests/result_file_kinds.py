@@ -21,10 +21,10 @@ from fedmq.data.prepared_arrays import open_prepared
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
 from fedmq.federation.faults import FaultSchedule
-from fedmq.retrieval import report_data
+from fedmq.retrieval import plots, report_data
 from fedmq.retrieval.model_export import export_hub
 from fedmq.retrieval.released_model import open_model, open_release
-from fedmq.runs import results, tables
+from fedmq.runs import results
 from fedmq.runs.report import run_report
 from fedmq.runs.report.logs import read_logs
 from fedmq.storage.run_folder import RunFolder, open_run
@@ -55,7 +55,7 @@ def _read_results(folder: Path) -> None:
     """``fedmq report``, of one run and of two, and the results that ``fedmq compare`` takes from a run."""
     run = open_run(folder)
     run_report.write(run, {}, read_logs(run, damaged=False))
-    run_report.write_side_by_side([run, run], folder / "both.html")
+    run_report.side_by_side([run, run])
     found = results.read(run)
     for metric in ("mean_r1", "fairness.std_r1", "bytes.up", "personal.mean_r1"):
         with contextlib.suppress(InputError):
@@ -173,7 +173,7 @@ def _audit(folder: Path) -> None:
 RESULT_KINDS: Mapping[str, Kind] = {
     "run folder": Kind(_run_folder, _audit, _chained, most=10),
     "results": Kind(_finished, _read_results),
-    "runs of a comparison": Kind(_runs_csv, lambda folder: tables.named([folder])),
+    "runs of a comparison": Kind(_runs_csv, lambda folder: plots.named([folder])),
     "trace": Kind(_trace, _read_trace),
     "faults of a resumed run": Kind(_faults, _read_faults),
     "prepared data": Kind(_prepared, _read_prepared),

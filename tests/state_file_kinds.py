@@ -28,8 +28,7 @@ from fedmq.models.build import build
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs import live_server
-from fedmq.runs.trackers import End, TrackedRun, Tracker, Value
-from fedmq.runs.tracking import tracking
+from fedmq.runs.trackers import End, TrackedRun, Tracker, Value, tracking
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.storage.cache import cache_folder, file_digests
 from fedmq.storage.run_folder import RunFolder

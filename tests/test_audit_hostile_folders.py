@@ -19,7 +19,7 @@ from fedmq.data.raw_set import read_text
 from fedmq.data.readers.array_files import list_arrays
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.runs import tables
+from fedmq.retrieval import plots
 from fedmq.storage.regular_files import MAX_LINE
 from fedmq.storage.run_folder import cut_unfinished, load_aligned, open_run
 
@@ -58,7 +58,7 @@ def test_a_fifo_and_a_link_out_of_the_folder_are_refused_and_not_opened(run: Pat
 @pytest.mark.parametrize("target", [None, "/dev/zero"])
 @pytest.mark.parametrize(
     "read",
-    [lambda path: read_trace(path, ["silo-00"]), cut_unfinished, lambda path: tables.named([path.parent])],
+    [lambda path: read_trace(path, ["silo-00"]), cut_unfinished, lambda path: plots.named([path.parent])],
     ids=["trace", "lines", "comparison"],
 )
 def test_other_files_of_text_are_regular_ones(

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
-from fedmq.experiments import plots, process_pool, runner
+from fedmq.experiments import process_pool, runner, tables
 from fedmq.storage.run_folder import RunFolder
 from tests.command_line import completed, fedmq
 from tests.comparisons import comparison_file, finish
@@ -93,15 +94,32 @@ def test_a_comparison_does_not_write_into_the_folder_of_a_run(
 @pytest.fixture
 def simulated_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Both commands with simulated runs: a higher learning rate scores better, and seed 9 fails."""
+    return simulated(monkeypatch)
+
+
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, diverging: Collection[float] = (), failing: Collection[float] = ()
+) -> list[str]:
+    """The names of the runs as they are started; training diverges, or fails, at some learning rates."""
     started: list[str] = []
 
     def simulate(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
-        started.extend(each.name for each in todo)
+        errors = {}
         for each in todo:
-            scenario = scenarios.load(Path(each.command[4]))
-            if scenario.seed != 9:
-                finish(RunFolder(each.metrics.parent), scenario.training.learning_rate)
-        return process_pool.Ended({each.name: "no luck" for each in todo if "seed 9" in each.name}, stopped=False)
+            started.append(each.name)
+            folder, scenario = RunFolder(each.metrics.parent), scenarios.load(Path(each.command[4]))
+            rate = scenario.training.learning_rate
+            if scenario.seed != 9 and rate not in (*diverging, *failing):
+                finish(folder, rate)
+                continue
+            errors[each.name] = "no luck"
+            if rate in diverging:
+                folder.root.mkdir(parents=True)
+                now = {"round": 3, "rounds": 4, "phase": "collecting", "written": "2026-01-02T03:04:05+00:00"}
+                counts = {"up": 0, "down": 0, "now": 0.0, "elapsed": 0.0, "refused": {}, "last_refused": ""}
+                facts = {"run": "r", "loss": None, "metrics": {}, "silos": {}, "diverged": True, **now, **counts}
+                folder.status.write_text(json.dumps(facts))
+        return process_pool.Ended(errors, stopped=False)
 
     monkeypatch.setattr(process_pool, "run_all", simulate)
     monkeypatch.setattr(runner, "digest_once", lambda *_: lambda _: "data")
@@ -148,27 +166,7 @@ def test_diverged_runs_are_reported_and_a_comparison_fails_only_by_other_errors_
     failing: set[float],
     code: int,
 ) -> None:
-    started: list[str] = []
-
-    def simulate(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
-        errors = {}
-        for each in todo:
-            started.append(each.name)
-            folder, rate = RunFolder(each.metrics.parent), scenarios.load(Path(each.command[4])).training.learning_rate
-            if rate not in diverging | failing:
-                finish(folder, rate)
-                continue
-            errors[each.name] = "no silo could train"
-            if rate in diverging:
-                folder.root.mkdir(parents=True)
-                now = {"round": 3, "rounds": 4, "phase": "collecting", "written": "2026-01-02T03:04:05+00:00"}
-                counts = {"up": 0, "down": 0, "now": 0.0, "elapsed": 0.0, "refused": {}, "last_refused": ""}
-                facts = {"run": "r", "loss": None, "metrics": {}, "silos": {}, "diverged": True, **now, **counts}
-                folder.status.write_text(json.dumps(facts))
-        return process_pool.Ended(errors, stopped=False)
-
-    monkeypatch.setattr(process_pool, "run_all", simulate)
-    monkeypatch.setattr(runner, "digest_once", lambda *_: lambda _: "data")
+    started = simulated(monkeypatch, diverging, failing)
     command = ["compare", str(tiny), *arguments, "--metric", "mean_r1", "--seeds", "0", "--quiet"]
     done = CliRunner().invoke(cli.app, [*command, "--json", "--out", str(tmp_path)])
     assert done.exit_code == code, done.output
@@ -203,7 +201,7 @@ def test_the_tables_are_written_and_printed_before_the_plots_are_drawn(
     def fail(*_: object) -> str:
         raise KeyError("plots")
 
-    monkeypatch.setattr(plots, "page", fail)
+    monkeypatch.setattr(tables, "page", fail)
     arguments = ["compare", str(tiny), "--metric", "mean_r1", "--seeds", "0", "--quiet", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.app, arguments)
     assert isinstance(done.exception, KeyError)

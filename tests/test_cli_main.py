@@ -20,14 +20,13 @@ from fedmq.cli import console
 from fedmq.cli import keys as key_commands
 from fedmq.cli import main as cli
 from fedmq.cli import run as run_commands
-from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.options import resolved_file
 from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.runs.report import html
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.keys import load_identity
 from tests.command_line import fedmq
 from tests.run_summaries import summary
 from tests.waiting import PATIENCE
@@ -113,19 +112,7 @@ def test_a_folder_taken_by_another_run_in_the_meantime_keeps_its_scenario(tiny: 
     assert folder.scenario.read_text() == before
 
 
-def test_resuming_another_scenario_is_refused(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
-    (tmp_path / "scenario.yaml").write_text(tiny.read_text().replace("rounds: 4", "rounds: 5"))
-    capfd.readouterr()
-    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
-    error = capfd.readouterr().err
-    assert "rounds is 5, here 4" in error
-    assert str(tmp_path / "scenario.yaml") in error
-
-
-def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
+def test_only_an_unfinished_run_of_the_same_scenario_is_resumed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = ("coordinator", tiny, "--keys", tmp_path)
@@ -136,10 +123,11 @@ def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     other.mkdir()
     written = tiny.read_text().replace("rounds: 4", "rounds: 5")
     (other / "scenario.yaml").write_text(written)
-    for option in ("--out", "--resume"):
+    for begin in ((*coordinator, "--out"), (*coordinator, "--resume"), ("scenario", tiny, "--resume")):
         capfd.readouterr()
-        assert fedmq(monkeypatch, *coordinator, option, other) == 2
-        assert "rounds is 5, here 4" in capfd.readouterr().err
+        assert fedmq(monkeypatch, *begin, other) == 2
+        error = capfd.readouterr().err
+        assert "rounds is 5, here 4" in error and str(other / "scenario.yaml") in error
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
@@ -183,7 +171,7 @@ def test_wrong_keys_are_named(
     assert not (tmp_path / "o").exists()
 
 
-def test_the_methods_and_their_options_are_listed(
+def test_methods_losses_and_their_options_are_listed_and_explained(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "protocols", "--json") == 0
@@ -192,6 +180,12 @@ def test_the_methods_and_their_options_are_listed(
     assert listing["rcsr"]["options"]["warmup"]["default"] == 20
     assert fedmq(monkeypatch, "protocols") == 0
     assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
+    assert fedmq(monkeypatch, "protocols", "fedprox", "--json") == 0
+    (explained,) = json.loads(capfd.readouterr().out).values()
+    assert explained["options"]["single_modality"]["values"] == "anchor, idle", "inherited from FedAvg"
+    for words, text in ((("losses", "dcmh"), "weight of the balance"), (("losses",), "csq")):
+        assert fedmq(monkeypatch, *words) == 0
+        assert text in " ".join(capfd.readouterr().out.split())
 
 
 def test_data_check_shows_which_silo_would_hold_which_data(
@@ -249,19 +243,6 @@ def test_a_linked_manifest_finds_its_images_next_to_the_link(
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
         resolved_file(tiny, ["data={name: manifest, path: round.jsonl}"])
-
-
-def test_options_of_methods_and_losses_are_explained(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "protocols", "fedprox", "--json") == 0
-    (explained,) = json.loads(capsys.readouterr().out).values()
-    assert explained["options"]["single_modality"]["values"] == "anchor, idle", "inherited from FedAvg"
-    assert explained["options"]["mu"]["default"] == 0.01
-    assert fedmq(monkeypatch, "losses", "dcmh") == 0
-    assert "weight of the balance" in " ".join(capsys.readouterr().out.split())
-    assert fedmq(monkeypatch, "losses") == 0
-    assert "csq" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -356,28 +337,20 @@ def test_characters_that_the_output_encoding_lacks_are_escaped(
     assert ("caf\u00e9" if encoding == "utf-8" else "caf\\xe9") + " \\udce9\n" in shown
 
 
-@pytest.mark.parametrize("command", ["scenario", "silo"])
-def test_a_command_at_a_terminal_reports_immediately_that_it_is_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+def test_a_command_at_a_terminal_reports_at_once_that_it_is_loading_unless_it_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
-    missing = tmp_path / "missing.yaml"
-    more = [] if command in ("scenario", "data check") else ["--keys", tmp_path]
-    name = ["--name", "silo-00"] if command == "silo" else []
-    assert fedmq(monkeypatch, *command.split(), missing, *more, *name) == 2
-    assert screen.getvalue().count("starting: reading the scenario, loading torch") == 1
-
-
-def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml") == 2
-    assert "starting" not in capfd.readouterr().err
-    screen = io.StringIO()
-    monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
-    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml", "--quiet") == 2
-    assert not screen.getvalue()
+    missing, silo = tmp_path / "missing.yaml", ("--keys", tmp_path, "--name", "silo-00")
+    for words, terminal, count in (
+        (("scenario", missing), True, 1),
+        (("silo", missing, *silo), True, 1),
+        (("scenario", missing), False, 0),
+        (("scenario", missing, "--quiet"), True, 0),
+    ):
+        screen = io.StringIO()
+        monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=terminal, width=120))
+        assert fedmq(monkeypatch, *words) == 2
+        assert screen.getvalue().count("starting: reading the scenario, loading torch") == count, words
 
 
 def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
@@ -438,8 +411,3 @@ def test_a_key_that_is_not_confirmed_is_a_failure(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(key_commands.typer, "confirm", lambda _: False)
     assert fedmq(monkeypatch, "keys", "accept", tmp_path / "keys", tmp_path / "site" / "silo-03.request") == 1
     assert not (tmp_path / "keys" / "accepted" / "silo-03.pub").exists()
-
-
-def test_a_missing_private_key_names_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"silo-00\.key: found 'no such file'.*`fedmq keys new silo-00 --keys "):
-        load_identity(tmp_path, "silo-00")

@@ -23,7 +23,7 @@ from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import terminal
 from fedmq.cli.compare import display_progress
-from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.options import resolved_file
 from fedmq.cli.stay import BY_POLICY, accepted_run
 from fedmq.config.run_id import without_machine
 from fedmq.config.site import read_site
@@ -352,17 +352,25 @@ def test_a_terminal_that_cannot_move_its_cursor_shows_progress_as_lines(
     assert "round 3/4" in screen.getvalue() and "runs: 5 of 12 done" in screen.getvalue()
 
 
-def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) -> None:
+def lines_of(tiny: Path, *statuses: Status) -> list[str]:
+    """The lines after the title that a file shows of a run."""
     screen = io.StringIO()
+    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        for status in statuses:
+            show(status)
+    return screen.getvalue().splitlines()[1:]
+
+
+def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) -> None:
     names, wrong = (
         ("silo-02", "silo-03", "evaluator"),
         ({"wrong_run": 4, "bad_signature": 3}, "unknown: run [red]a, here b\nround 4/4"),
     )
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        for elapsed, missing in ((1.0, names), (2.5, names), (3.0, names[2:]), (13.0, names[2:])):
-            show(Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed))
-        show(Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
-    shown = screen.getvalue().splitlines()[1:]
+    waiting = [
+        Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed)
+        for elapsed, missing in ((1.0, names), (2.5, names), (3.0, names[2:]), (13.0, names[2:]))
+    ]
+    shown = lines_of(tiny, *waiting, Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
     refused_frames = "3 bad_signature, 4 wrong_run; the last: unknown: run [red]a, here b\\nround 4/4"
     assert shown[:2] == [
         f"waiting for silo-02, silo-03 and the evaluator  refused: {refused_frames}",
@@ -376,27 +384,25 @@ def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) 
 
 
 def test_an_evaluator_that_is_not_connected_is_named_during_the_rounds(tiny: Path) -> None:
-    screen, alone = io.StringIO(), Console(file=io.StringIO(), width=200)
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        for number, missing in enumerate((("silo-02", "evaluator"), ("silo-02",))):
-            status = Status("collecting", 1, 4, 3, missing, ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0 * number)
-            show(status)
-            alone.print(terminal.status_table(status, "-", "tiny"))
-    shown = screen.getvalue().splitlines()[1:]
-    assert [line.partition("  not connected: ")[2] for line in shown] == ["the evaluator", ""]
-    assert [line.split() for line in alone.file.getvalue().splitlines() if "not connected" in line] == [  # type: ignore[attr-defined]
-        ["not", "connected", "the", "evaluator"]
+    statuses = [
+        Status("collecting", 1, 4, 3, missing, ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0 * number)
+        for number, missing in enumerate((("silo-02", "evaluator"), ("silo-02",)))
     ]
+    shown = [line.partition("  not connected: ")[2] for line in lines_of(tiny, *statuses)]
+    assert shown == ["the evaluator", ""]
+    for status, name in zip(statuses, shown, strict=True):
+        screen = io.StringIO()
+        Console(file=screen, width=200).print(terminal.status_table(status, "-", "tiny"))
+        assert ("not connected" in screen.getvalue()) == bool(name)
 
 
 def test_the_last_refusal_is_shown_with_its_age_and_only_for_a_minute(tiny: Path) -> None:
-    screen, wrong = io.StringIO(), ({"unknown_sender": 8}, "silo-09: no such key")
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        for number, ago in enumerate((0.2, 34.0, 61.0)):
-            at = 20.0 * (number + 1)
-            show(Status("collecting", 1, 4, 3, (), wrong, 4, 0, None, {}, 0, 0.0, at, refused_ago=ago))
-    shown = [line.partition("  refused: ")[2] for line in screen.getvalue().splitlines()[1:]]
-    assert shown == [
+    wrong = ({"unknown_sender": 8}, "silo-09: no such key")
+    statuses = [
+        Status("collecting", 1, 4, 3, (), wrong, 4, 0, None, {}, 0, 0.0, at, refused_ago=ago)
+        for at, ago in ((20.0, 0.2), (40.0, 34.0), (60.0, 61.0))
+    ]
+    assert [line.partition("  refused: ")[2] for line in lines_of(tiny, *statuses)] == [
         "8 unknown_sender; the last: silo-09: no such key",
         "8 unknown_sender; the last, 34 s ago: silo-09: no such key",
         "",
@@ -412,18 +418,14 @@ def test_silos_that_the_run_waits_for_are_named(tiny: Path) -> None:
     assert shown == f"{named}; silo-00, without a reply within the limit"
     gathering = replace(base, phase="gathering", missing=("silo-03",), online=1, minimum=2)
     assert terminal.waited_for(gathering) == "silo-03; starts with 2 silos, joined: 1"
-    screen = io.StringIO()
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        show(replace(base, slow=slow[:1]))
-    assert "waiting for silo-02, training for 95 s (limit 120 s)" in screen.getvalue()
+    (line,) = lines_of(tiny, replace(base, slow=slow[:1]))
+    assert "waiting for silo-02, training for 95 s (limit 120 s)" in line
 
 
 def test_metrics_are_shown_with_the_round_that_they_are_of(tiny: Path) -> None:
     status = Status("collecting", 7, 9, 2, (), ({}, ""), 4, 0, 0.5, {"mean_r1": 0.25}, 0, 0.0, 20.0, metrics_round=4)
-    screen = io.StringIO()
-    with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
-        show(status)
-    assert "round 7/9" in screen.getvalue() and "R@1 0.250 (of round 4)" in screen.getvalue()
+    (line,) = lines_of(tiny, status)
+    assert "round 7/9" in line and "R@1 0.250 (of round 4)" in line
     screen = io.StringIO()
     Console(file=screen, width=200).print(terminal.status_table(status, "-", "title"))
     assert "R@1 0.250 (of round 4)" in screen.getvalue()

@@ -152,48 +152,46 @@ def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
 
 
-def test_a_trial_whose_updates_were_refused_is_never_chosen(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = {"unusable_replies": {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}}
-    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, plan: ComparisonPlan, runs: Path, refused: str | None = None
+) -> tuple[runner.Comparison, list[str]]:
+    """A comparison whose runs are pretended, the better the higher the learning rate; and the runs started.
 
-    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+    Updates are refused in the runs whose name has the text ``refused``.
+    """
+    started: list[str] = []
+    facts = {"unusable_replies": {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}}
+
+    def run_all(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
         for each in todo:
+            started.append(each.name)
             folder = RunFolder(each.metrics.parent)
-            finish(folder, 0.9 if "0.2" in each.name else 0.1)
-            if "0.2" in each.name or both:
+            finish(folder, 0.5 + 0.1 * ("0.2" in each.name))
+            if refused is not None and refused in each.name:
                 summary = json.loads(folder.summary.read_text())
                 folder.summary.write_text(json.dumps({**summary, **facts}))
         return process_pool.Ended({}, stopped=False)
 
-    monkeypatch.setattr(process_pool, "run_all", pretend)
-    for both in (False, True):
-        here = place(tmp_path / str(both))
-        made = runner.carry_out(ComparisonPlan((entry,), (0,)), here, lambda what, how: None, lambda: lambda: False)
-        (row,) = made.rows
-        if both:
-            assert not row.outcomes
-            assert len(made.errors) == 2
-        else:
-            assert [run.value("mean_r1") for run in row.outcomes.values()] == [0.1]
-            assert not made.errors
-            assert "(training.learning_rate=0.2) cannot be chosen: " in made.warnings[0]
+    monkeypatch.setattr(process_pool, "run_all", run_all)
+    return runner.carry_out(plan, place(runs), lambda what, how: None, lambda: lambda: False), started
+
+
+def test_a_trial_whose_updates_were_refused_is_never_chosen(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ComparisonPlan(entries(tiny, [], ["training.learning_rate=0.1,0.2"]), (0,))
+    made, _ = pretend(monkeypatch, plan, tmp_path / "one", "rate=0.2")
+    assert made.rows[0].chosen == ("training.learning_rate=0.1",) and not made.errors
+    assert "(training.learning_rate=0.2) cannot be chosen: " in made.warnings[0]
+    made, _ = pretend(monkeypatch, plan, tmp_path / "both", "")
+    assert not made.rows[0].outcomes
+    assert len(made.errors) == 2
 
 
 def test_finished_runs_are_read_and_not_repeated(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = entries(tiny, ["protocol=fedavg,rcsr"], ["rcsr:training.learning_rate=0.1,0.2"])
-    here, plan = place(tmp_path), ComparisonPlan(rows, (0, 1), ("mean_r1",))
-    started: list[str] = []
-
-    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
-        for each in todo:
-            started.append(each.name)
-            finish(RunFolder(each.metrics.parent), 0.5 + 0.1 * ("0.2" in each.name))
-        return process_pool.Ended({}, stopped=False)
-
-    monkeypatch.setattr(process_pool, "run_all", pretend)
-    first = runner.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
+    plan = ComparisonPlan(rows, (0, 1), ("mean_r1",))
+    first, started = pretend(monkeypatch, plan, tmp_path)
     assert started == [
         "rcsr, seed 0 (training.learning_rate=0.1)",
         "rcsr, seed 0 (training.learning_rate=0.2)",
@@ -204,8 +202,6 @@ def test_finished_runs_are_read_and_not_repeated(tiny: Path, tmp_path: Path, mon
     ]
     assert first.rows[1].chosen == ("training.learning_rate=0.2",)
     assert "budgets differ" in "; ".join(tables.grid(first.rows, plan).notes)
-    again = runner.carry_out(
-        ComparisonPlan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False
-    )
-    assert started[6:] == ["fedavg, seed 2", "rcsr, seed 2"]
+    again, started = pretend(monkeypatch, ComparisonPlan(rows, (0, 1, 2), ("mean_r1",)), tmp_path)
+    assert started == ["fedavg, seed 2", "rcsr, seed 2"]
     assert [len(row.outcomes) for row in again.rows] == [3, 3]

@@ -19,7 +19,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation import updates
 from fedmq.federation.population import build_population
 from fedmq.launch.estimates import estimate
-from fedmq.runs.report import first_screen
+from fedmq.runs.report import run_report
 from fedmq.runs.report.logs import LogFacts
 from fedmq.storage.run_folder import RunFolder, load_aligned
 from fedmq.wire.compression import Settings, encoded, form_of
@@ -120,7 +120,7 @@ def test_logs_summary_report_and_audit_have_both_sizes(tiny: Path, tmp_path: Pat
     audit = audit_run(tmp_path)
     assert audit.findings == []
     assert any("delta" in line and "decoded)" in line for line in payload_lines(audit, "silo-00"))
-    left = first_screen.answers(sealed.summary, [], scenario, LogFacts())[2]
+    left = run_report.answers(sealed.summary, [], scenario, LogFacts())[2]
     assert all("decoded)" in line for line in left[2][:2])
     summary = json.loads((tmp_path / "summary.json").read_text())
     summary["bytes"]["decoded_up"]["delta"] += 4

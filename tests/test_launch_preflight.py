@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,11 @@ from rich.console import Console
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
-from fedmq.cli.scenarios import print_results
+from fedmq.cli.options import print_results
 from fedmq.config.scenario import Scenario
 from fedmq.federation.preflight import Program, Result, Verdict
 from fedmq.launch import preflight as module
-from fedmq.launch.preflight import Limits, Starting
+from fedmq.launch.preflight import Starting
 from fedmq.packages import versions
 from fedmq.wire.keys import init_keys
 from silos.tasks import SiloArguments
@@ -67,8 +66,8 @@ def arguments(scenario: Scenario, keys: Path, out: Path, name: str = "silo-00") 
     return SiloArguments(run_of(scenario), name, uri_of(keys), keys, out)
 
 
-def preflight(silo: SiloArguments, limits: Limits = Limits()) -> dict[str, Result]:  # noqa: B008 - frozen
-    results = module.preflight(Program.PREFLIGHT, Starting(silo.run, silo, limits=limits))
+def preflight(silo: SiloArguments) -> dict[str, Result]:
+    results = module.preflight(Program.PREFLIGHT, Starting(silo.run, silo))
     return {result.name: result for result in results}
 
 
@@ -115,23 +114,31 @@ def test_versions_other_than_the_coordinators_are_shown_and_do_not_fail(
     assert "there, 9.9 here" in found.detail
 
 
-def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path) -> None:
-    soon = Limits(answer_seconds=0.2)
-    found = preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), limits=soon)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_is_missing_is_named(
+    scenario: Scenario, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = preflight(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"))
     assert found["keys"].verdict is Verdict.FAILED
     assert found["coordinator"].verdict is Verdict.SKIPPED, "the coordinator answers no inquiry without a key"
     elsewhere = replace(arguments(scenario, tmp_path / "nothing", tmp_path / "silo"), connect="tcp://no..name:5555")
-    found = preflight(elsewhere, limits=soon)
+    found = preflight(elsewhere)
     assert found["coordinator"].verdict is Verdict.FAILED
     assert "the name no..name is unknown on this machine" in found["coordinator"].detail
     gone = scenario.model_copy(update={"data": scenario.data.model_copy(update={"path": tmp_path / "gone.npz"})})
     missing = replace(run_of(gone), source=replace(run_of(gone).source, scenario=gone))
-    found = preflight(replace(arguments(gone, keys, tmp_path / "silo"), run=missing), limits=soon)
+    found = preflight(replace(arguments(gone, keys, tmp_path / "silo"), run=missing))
     assert found["coordinator"].verdict is Verdict.SKIPPED, "it does not run"
     assert found["data on disk"].verdict is Verdict.FAILED and "data" not in found
     assert "gone.npz" in found["data on disk"].detail
-    vast = replace(soon, log_bytes=1e18, spare_memory=1e18)
-    found = preflight(arguments(scenario, keys, tmp_path / "silo"), limits=vast)
+    for limit in ("_LOG_BYTES", "_SPARE_MEMORY"):
+        monkeypatch.setattr(module, limit, 1e18)
+    found = preflight(arguments(scenario, keys, tmp_path / "silo"))
     assert found["disk"].verdict is found["memory"].verdict is Verdict.FAILED
 
 
@@ -144,12 +151,13 @@ def test_what_is_missing_is_named(scenario: Scenario, keys: Path, tmp_path: Path
         ({"bytes_per_message": 10**9}, Verdict.OK, "(delta 11.4 kB, "),
     ],
 )
+@pytest.mark.usefixtures("impatient")
 def test_the_policy_is_checked_against_what_the_silo_has_to_send(
     up: object, verdict: Verdict, detail: str, scenario: Scenario, keys: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump({"up": up}))
     strict = replace(arguments(scenario, keys, tmp_path / "silo"), policy=tmp_path / "policy.yaml")
-    found = preflight(strict, limits=Limits(answer_seconds=0.1))
+    found = preflight(strict)
     assert found["policy"].verdict is verdict and detail in found["policy"].detail, found["policy"]
 
 
@@ -166,11 +174,11 @@ def test_the_command_exits_with_1_if_a_check_failed(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("name", "held"), [("silo-02", "images and captions ("), ("silo-01", "images only")])
 def test_a_site_with_its_own_data_trains_a_step_before_there_is_an_agreement(
     name: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "Starting", partial(Starting, limits=Limits(answer_seconds=0.1)))
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({"name": "own", **COMMON, "partition": {"kind": "own"}}))
     lacks = ("text", "text_present") if name == IMAGE_ONLY else ()
     hospital = of_hospital(arrays(), HOSPITALS[int(name[-1])])

@@ -130,7 +130,7 @@ def test_a_release_retrieves_as_the_evaluator_measured_and_the_bank_does_not_cha
         name: measured[1][name] for name in ("mean_r1", "mean_r10")
     }
     made = export(release)
-    assert made.meta.dim == made.array("image").shape[1] == release.config.dim + MORE
+    assert made.meta.dim == made.array("image").shape[1] == release.files.config.dim + MORE
 
     path = tmp_path / "all" / "model" / "class_prototypes.safetensors"
     arrays = load_file(path)

@@ -14,7 +14,7 @@ import fedmq
 from fedmq.config import resolve as scenarios
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import InputSpec
-from fedmq.errors import InputError, RunError
+from fedmq.errors import RunError
 from fedmq.models.build import build
 from fedmq.retrieval import model_export
 from fedmq.retrieval.released_model import described, open_model
@@ -112,15 +112,6 @@ def test_a_path_of_this_machine_is_not_exported(models: dict[str, Path], tmp_pat
     model_export._fill_hub(tmp_path, moved, [])
     written = json.loads((tmp_path / "config.json").read_text())["backbone"]
     assert (written["pretrained"], written["text_encoder"]) == ("weights.pt", "sentences")
-
-
-def test_a_card_without_valid_front_matter_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    source = Path(shutil.copytree(models["embeddings"], tmp_path / "model"))
-    for card in ("", "no front matter", "---\n- a list\n---\n", "---\na: [\n---\n", "---\na: 1\n"):
-        (source / "README.md").write_text(card)
-        with pytest.raises(InputError, match=r"README\.md: found 'no valid front matter'"):
-            model_export.export_hub(open_model(source), tmp_path / "hub")
-        assert not (tmp_path / "hub").exists()
 
 
 def test_exports_that_are_not_possible_are_refused_in_one_line(

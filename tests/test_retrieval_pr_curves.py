@@ -15,7 +15,6 @@ from fedmq.errors import InputError
 from fedmq.evaluation import label_metrics
 from fedmq.retrieval import plots
 from fedmq.retrieval.released_model import open_release
-from fedmq.runs import tables
 from tests import threaded_run
 from tests.command_line import fedmq
 from tests.in_process_jobs import run_jobs_here
@@ -114,13 +113,13 @@ def test_each_row_of_a_comparison_is_the_mean_over_its_seeds(tiny: Path, hashing
         expected = np.where(there, pairs, 0).sum(0) / np.maximum(there.sum(0), 1)
         np.testing.assert_allclose(each.pr_radius.precision, np.where(there.any(0), expected, np.nan))
     folder = comparison(tmp_path / "compared", ("both", hashing), ("both", tmp_path / "other"), ("run", hashing))
-    assert tables.named([folder, hashing, folder]) == [
-        tables.Runs("both", (hashing, tmp_path / "other"), folder),
-        tables.Runs(f"run ({folder})", (hashing,), folder),
-        tables.Runs(f"run ({hashing})", (hashing,)),
+    assert plots.named([folder, hashing, folder]) == [
+        plots.Runs("both", (hashing, tmp_path / "other"), folder),
+        plots.Runs(f"run ({folder})", (hashing,), folder),
+        plots.Runs(f"run ({hashing})", (hashing,)),
     ]
     (tmp_path / "latest").symlink_to(hashing)
-    assert [each.name for each in tables.named([tmp_path / "latest"], "silo-01")] == ["latest silo-01"]
+    assert [each.name for each in plots.named([tmp_path / "latest"], "silo-01")] == ["latest silo-01"]
 
 
 @pytest.mark.slow
@@ -183,5 +182,5 @@ def test_an_unreadable_comparison_is_refused_by_name(tmp_path: Path) -> None:
     ):
         (tmp_path / "runs.csv").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(InputError, match=said) as refused:
-            tables.named([tmp_path])
+            plots.named([tmp_path])
         assert str(refused.value).startswith(str(tmp_path / "runs.csv"))

@@ -51,6 +51,8 @@ def test_a_random_subset_of_items_is_reproducible(release: Release) -> None:
     assert len(first.items) == 6
     assert first.items == second.items
     np.testing.assert_array_equal(first.places, second.places)
+    with pytest.raises(InputError, match="at least 4"):
+        plots.placed("it", release, items=1, classes=10, sides=("image", "text"))
 
 
 def test_two_clusters_of_codes_are_separated() -> None:
@@ -68,11 +70,6 @@ def test_embeddings_are_distinguished_only_by_angle() -> None:
     scale = np.float32(2) ** np.arange(30, dtype=np.float32)[:, None]  # exact in floating point
     plain, scaled = (plots._plane(each, binary=False, seed=0) for each in (points, points * scale))
     np.testing.assert_array_equal(plain, scaled)
-
-
-def test_too_few_points_are_refused(release: Release) -> None:
-    with pytest.raises(InputError, match="at least 4"):
-        plots.placed("it", release, items=1, classes=10, sides=("image", "text"))
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from fedmq.runs.report import html as pages
 from fedmq.runs.report.html import Figure
-from fedmq.runs.tables import as_csv, csv_text
-from fedmq.text import printable
+from fedmq.text import as_csv, csv_text, printable
 
 
 def drawn(page: str) -> list[go.Figure]:

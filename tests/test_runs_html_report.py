@@ -26,7 +26,7 @@ from fedmq.config.resolve import load
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.retrieval import report_data
-from fedmq.runs.report import figures, first_screen, logs, run_report
+from fedmq.runs.report import figures, logs, run_report
 from fedmq.runs.report.html import Figure
 from fedmq.runs.report.logs import LogFacts, add_records, timeline
 from fedmq.runs.results import read_summary
@@ -281,7 +281,7 @@ def test_the_first_screen_says_the_peak_who_is_left_behind_and_what_failed(tiny:
     }
     found = RunSummary.model_validate({**summary().plain(), **more})
     evaluations = [line(0, 0.48, 0.35), line(1, 0.548, 0.4), line(2, 0.484, 0.25)]
-    worked, behind, sent, failed = first_screen.answers(found, evaluations, load(tiny), LogFacts())
+    worked, behind, sent, failed = run_report.answers(found, evaluations, load(tiny), LogFacts())
     assert worked[1] == "R@1 0.480 → 0.484"
     assert worked[2][0] == "Peak 0.548 in round 1; the end is 0.064 below it."
     assert "0.446 to 0.523 after" in worked[2][1]
@@ -361,7 +361,7 @@ def test_the_log_gives_every_task_its_outcome(photo_run: RunFolder) -> None:
 
 def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -> None:
     other = _copy(photo_run, tmp_path)
-    run_report.write_side_by_side([photo_run, other], tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(run_report.side_by_side([photo_run, other]))
     page = (tmp_path / "page.html").read_text()
     assert "2 runs side by side" in page
     assert titles(page)[0] == "recall@1, mean"
@@ -370,7 +370,7 @@ def test_several_runs_stand_side_by_side(photo_run: RunFolder, tmp_path: Path) -
     other.scenario.write_text(other.scenario.read_text().replace("rounds: 3", "rounds: 4"))
     summary = json.loads(other.summary.read_text())
     other.summary.write_text(json.dumps({**summary, "data_digest": "0" * 64}))
-    run_report.write_side_by_side([photo_run, other], tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(run_report.side_by_side([photo_run, other]))
     page = (tmp_path / "page.html").read_text()
     assert "cannot be compared" in page
     differing = page.partition("Settings that differ")[2].partition("<h2>")[0]

@@ -14,7 +14,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
 from fedmq.audit.report import write_report as write_audit
 from fedmq.runs.report.html import Figure, document
-from fedmq.runs.report.run_report import write_side_by_side
+from fedmq.runs.report.run_report import side_by_side
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
 
@@ -104,7 +104,7 @@ def test_audit_and_side_by_side_pages_fit_the_window_in_both_themes(
     audit, run = audit_run(report.parent), RunFolder(report.parent)
     write_audit(audit, verdict(audit, Evidence()), tmp_path)
     other = RunFolder(Path(shutil.copytree(report.parent, tmp_path / "smoke-rcsr-seed1-5b3bea0f8032")))
-    write_side_by_side([run, other], tmp_path / "both.html")
+    (tmp_path / "both.html").write_text(side_by_side([run, other]))
     for name in ("audit.html", "both.html"):
         page, errors = opened(browser, tmp_path / name, width, scheme)
         assert errors == []

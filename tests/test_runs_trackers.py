@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
-import fedmq.runs.tracking
+import fedmq.runs.trackers
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments.grid import digest, named_by
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.runs.trackers import TRACKERS, End, TrackedRun, Tracker, Value, check, values_of
-from fedmq.runs.tracking import tracking
+from fedmq.runs.trackers import TRACKERS, End, TrackedRun, Tracker, Value, check, tracking, values_of
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
 from tests.threaded_run import resolved, run_of
@@ -36,7 +35,7 @@ NAMES = ("csv", "tensorboard", "mlflow", "wandb")
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes longer to import the trackers' libraries than a run waits for a server at its end."""
     for limit in ("_OPENING", "_PATIENCE"):
-        monkeypatch.setattr(fedmq.runs.tracking, limit, PATIENCE)
+        monkeypatch.setattr(fedmq.runs.trackers, limit, PATIENCE)
 
 
 def tracked_run(tiny: Path, out: Path, *names: str) -> tuple[ResolvedRun, list[str]]:
@@ -192,7 +191,7 @@ def test_a_tracker_that_does_not_open_does_not_hold_up_the_end(
 ) -> None:
     folder, released = RunFolder(Path(shutil.copytree(finished, tmp_path / "run"))), threading.Event()
     run, notices = run_of(resolved(tiny, "track=mlflow")), list[str]()
-    monkeypatch.setattr(fedmq.runs.tracking, "_OPENING", 0.0)
+    monkeypatch.setattr(fedmq.runs.trackers, "_OPENING", 0.0)
 
     def silent(run: TrackedRun, key: str | None) -> Tracker:
         released.wait()

@@ -19,7 +19,7 @@ import typer
 import protocols
 from fedmq.cli import key_reference
 from fedmq.cli import main as cli
-from fedmq.experiments.files import FileKind, schema_of
+from fedmq.experiments.files import SCHEMAS, schema_of
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
@@ -171,7 +171,7 @@ def commands() -> dict[str, Any]:
 
 def pages() -> dict[str, str]:
     """The generated pages by file name."""
-    schemas = {f"schemas/{kind}.json": json.dumps(schema_of(kind), indent=2) + "\n" for kind in FileKind}
+    schemas = {f"schemas/{kind}.json": json.dumps(schema_of(kind), indent=2) + "\n" for kind in SCHEMAS}
     return {
         "scenario.md": scenario_page(),
         "methods.md": methods_page(),

@@ -34,8 +34,9 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
 from fedmq.runs.result_limits import gallery_of_status, meaningful
+from fedmq.runs.results import new_metrics
 from fedmq.runs.resume import lacks_evaluation
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine
+from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine
 from fedmq.runs.status import read_status
 from fedmq.safe_console import SafeConsole
 from fedmq.storage.regular_files import AppendedLines
@@ -269,9 +270,9 @@ def _lines(path: Path, old: int, process: subprocess.Popen[bytes]) -> Iterator[M
     appended = AppendedLines(path, old)
     while True:
         ended = process.poll() is not None
-        lines, cut = appended.new()
-        for line in () if cut else lines:  # a resumed run first cuts off the lines after its checkpoint
-            yield AnyMetricsLine.model_validate_json(line).root
+        lines, cut = new_metrics(appended)
+        if not cut:  # a resumed run first cuts off the lines after its checkpoint
+            yield from lines
         if ended:
             return
         time.sleep(_INTERVAL)

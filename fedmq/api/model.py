@@ -19,7 +19,7 @@ from fedmq.config.site import read_site
 from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery_data import images_below
+from fedmq.retrieval.gallery import images_below
 from fedmq.retrieval.released_model import (
     ModelFolder,
     PersonalModel,

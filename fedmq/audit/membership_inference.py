@@ -247,7 +247,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
             modalities = tuple(name for name, present in (("image", silo.image), ("text", silo.text)) if present)
             per_silo[silo.name] = of(rows, heldout, modalities, silo.name in took_part)
     overall = of(np.concatenate(trained), population.evaluated, MODALITIES, True)
-    return Probe(release.digest, bool(summary.personal), scenario.evaluation.split, overall, per_silo)
+    return Probe(release.files.used, bool(summary.personal), scenario.evaluation.split, overall, per_silo)
 
 
 def _step(progress: Progress | None, number: int, items: int) -> Callable[[int], None]:

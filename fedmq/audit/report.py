@@ -18,10 +18,9 @@ from fedmq.audit.signatures import heads_of
 from fedmq.errors import InputError
 from fedmq.packages import __version__
 from fedmq.runs.report.html import TEMPLATES
-from fedmq.runs.tables import csv_cell
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
-from fedmq.text import counted, enumerated, first_few, printable, tensor_text
+from fedmq.text import counted, csv_cell, enumerated, first_few, printable, tensor_text
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
 from fedmq.wire.payloads import Metrics

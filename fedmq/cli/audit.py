@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from fedmq.audit.findings import Cause, Finding, by_cause, damaged
 from fedmq.cli.console import AGAINST_POLICY, DIFFERENT, INCOMPLETE, bar, later, out
-from fedmq.cli.options import AsJson
+from fedmq.cli.options import AsJson, with_options
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder, require_folder
 from fedmq.text import counted, first_few, one_of, print_json, print_line, printable, size_text, tensor_text
 
 if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
-    from fedmq.audit.findings import Finding
     from fedmq.audit.log_checks import Audit
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import PolicyResult
@@ -28,57 +29,60 @@ if TYPE_CHECKING:
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
-#: Options of the command.
-_Keys = Annotated[
-    Path | None,
-    typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
-]
-_Logs = Annotated[
-    list[Path] | None,
-    typer.Option("--logs", metavar="DIR", help="Folder with logs of sites, or one above several; may be repeated."),
-]
-_Heads = Annotated[
-    Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
-]
-_Expect = Annotated[
-    str | None,
-    typer.Option(
-        "--expect", metavar="FILE", help="Heads recorded earlier, as a file or its digest, to compare the logs with."
-    ),
-]
-_Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
-]
 
+@dataclass(frozen=True)
+class _Options:
+    """What an audit does in addition to checking the logs: the options of the command, None for those not given."""
 
-def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    policy_file: Annotated[
+    policy: Annotated[
         Path | None,
         typer.Option("--policy", metavar="FILE", help="Policy file (YAML); every message is checked against it."),
-    ] = None,
+    ] = None
     with_probe: Annotated[
         bool,
         typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
-    ] = False,
+    ] = False
     delta: Annotated[
         float | None,
         typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
-    ] = None,
-    keys: _Keys = None,
-    logs: _Logs = None,
-    heads: _Heads = None,
-    expect: _Expect = None,
-    report: _Report = None,
+    ] = None
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+    ] = None
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--logs", metavar="DIR", help="Folder with logs of sites, or one above several; may be repeated."),
+    ] = None
+    heads: Annotated[
+        Path | None, typer.Option("--heads", metavar="FILE", help="Write the heads of all logs to this file.")
+    ] = None
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            "--expect",
+            metavar="FILE",
+            help="Heads recorded earlier, as a file or its digest, to compare the logs with.",
+        ),
+    ] = None
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Folder for audit.html and audit.csv; RUN by default."),
+    ] = None
     silo: Annotated[
         str | None,
         typer.Option("--silo", metavar="NAME", help="Print what this process sent, by kind and round with times."),
-    ] = None,
+    ] = None
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print every difference, event and process, not one screen.")
-    ] = False,
-    as_json: AsJson = False,
+    ] = False
+    as_json: AsJson = False
+
+
+@with_options(_Options)
+def audit_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    **given: Any,
 ) -> None:
     """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
@@ -96,32 +100,12 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    checked = (keys, logs or [], heads, expect)
-    if code := _audit(run, _Options(policy_file, delta, with_probe, *checked, report, silo, verbose, as_json)):
+    if code := _audit(run, _Options(**given)):
         sys.exit(code)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What an audit does in addition to checking the logs: the options of the command, None for those not given."""
-
-    policy_file: Path | None
-    delta: float | None
-    with_probe: bool
-    keys: Path | None
-    logs: list[Path]
-    heads: Path | None
-    expect: str | None
-    report: Path | None
-    silo: str | None
-    verbose: bool
-    as_json: bool
 
 
 def _audit(run: Path, options: _Options) -> int:
     """Audit a run, print the result, and return the exit code."""
-    from fedmq.storage.run_folder import RunFolder, require_folder, write_text  # noqa: PLC0415 - --help does without
-
     require_folder(run)
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
@@ -129,10 +113,10 @@ def _audit(run: Path, options: _Options) -> int:
     from fedmq.audit.signatures import KnownKeys, differences, heads_of, read_expected  # noqa: PLC0415
 
     noted = None if options.expect is None else read_expected(options.expect)
-    policy_file, delta = options.policy_file, options.delta
+    policy_file, delta = options.policy, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     known = None if options.keys is None else KnownKeys.load(options.keys)
-    audit = audit_run(run, None if known is None else known.all, options.logs)
+    audit = audit_run(run, None if known is None else known.all, options.logs or [])
     _require_known(options, audit, known)
     audit.findings += [] if noted is None else differences(noted, audit.signatures)
     if audit.inline and not audit.findings:
@@ -230,7 +214,6 @@ def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
-    from fedmq.audit.findings import Cause, damaged  # noqa: PLC0415
     from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
 
     try:
@@ -268,8 +251,6 @@ def print_audit(
 
 def _print_findings(audit: Audit, console: Console, *, verbose: bool, silo: str | None) -> None:
     """Print every finding, or of many one line for each log or file that differs."""
-    from fedmq.audit.findings import Cause, by_cause  # noqa: PLC0415 - --help does without
-
     findings = audit.findings
     if silo is not None:
         findings = [each for each in findings if silo in (each.process, each.place.partition(".jsonl")[0])]

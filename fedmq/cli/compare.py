@@ -7,23 +7,22 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from fedmq.cli.console import bar, err, exit_stopped, out, until_stopped
-from fedmq.cli.options import AsJson, Quiet
-from fedmq.cli.scenarios import resolved_file, warn
+from fedmq.cli.console import bar, err, exit_stopped, out
+from fedmq.cli.options import AsJson, Quiet, resolved_file, warn, with_options
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
-from fedmq.launch.interrupts import FAILED
-from fedmq.text import counted, print_json, print_line
+from fedmq.launch.interrupts import FAILED, until_stopped
+from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text
+from fedmq.text import as_csv, counted, duration_text, print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
@@ -42,96 +41,6 @@ Files = Annotated[
     typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False),
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
-Seeds = Annotated[
-    str | None,
-    typer.Option("--seeds", metavar="A,B,...", help=f"Seeds; each row runs with all of them. {_SEEDS} by default."),
-]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the results; by default named after the rows.")
-]
-Runs = Annotated[
-    Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder for the runs; comparisons that share it reuse equal runs."),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all scenarios.")
-]
-Vary = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vary",
-        metavar="[NAME:]KEY=A,B,...",
-        help="Add a row per value (YAML), for all scenarios or the named one; several --vary give all combinations. "
-        "E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
-    ),
-]
-Select = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--select",
-        metavar="[METHOD:]KEY=A,B,...",
-        help="Choose one of these values on the validation split, for all rows or one method; only the chosen one runs "
-        "on the test split. In a sweep, val chooses among all values of --vary.",
-    ),
-]
-SelectRounds = Annotated[
-    int | None,
-    typer.Option(
-        "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
-    ),
-]
-SelectSeed = Annotated[
-    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
-]
-Metric = Annotated[
-    str | None,
-    typer.Option(
-        "--metric",
-        metavar="A,B,...",
-        help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
-        f"--select chooses by the first one. {_METRIC} by default.",
-    ),
-]
-Baseline = Annotated[
-    str | None,
-    typer.Option(
-        "--baseline",
-        metavar="NAME",
-        help="Method or row to which the others are compared; the first by default; none for no baseline.",
-    ),
-]
-Across = Annotated[
-    str | None,
-    typer.Option(
-        "--across",
-        metavar="KEY",
-        help="A varied key, e.g. objective.bits, whose values become groups of columns, as in the tables of papers.",
-    ),
-]
-Targets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches the value."
-    ),
-]
-ZeroShot = Annotated[
-    bool,
-    typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", min=1, help="Runs in parallel; by default the number of cores, half of it with --processes."
-    ),
-]
-Processes = Annotated[
-    bool,
-    typer.Option(
-        "--processes",
-        help="Start silos with the scenario's launcher. By default, all silos of a run share one process without "
-        "messages, which gives a bit-identical model.",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -141,41 +50,103 @@ class Options:
     kind: str
     files: list[Path]
     source: Path | None = None
-    vary: Vary = None
-    seeds: Seeds = None
-    out_dir: Out = None
-    runs: Runs = None
-    settings: Settings = None
-    select: Select = None
-    select_seed: SelectSeed = None
-    select_rounds: SelectRounds = None
-    metric: Metric = None
-    baseline: Baseline = None
-    across: Across = None
-    target: Targets = None
-    zero_shot: ZeroShot = False
-    jobs: Jobs = None
-    processes: Processes = False
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="[NAME:]KEY=A,B,...",
+            help="Add a row per value (YAML), for all scenarios or the named one; several --vary give all "
+            "combinations. E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
+        ),
+    ] = None
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", metavar="A,B,...", help=f"Seeds; each row runs with all of them. {_SEEDS} by default."),
+    ] = None
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the results; by default named after the rows."),
+    ] = None
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", metavar="DIR", help="Folder for the runs; comparisons that share it reuse equal runs."),
+    ] = None
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all scenarios.")
+    ] = None
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--select",
+            metavar="[METHOD:]KEY=A,B,...",
+            help="Choose one of these values on the validation split, for all rows or one method; only the chosen one "
+            "runs on the test split. In a sweep, val chooses among all values of --vary.",
+        ),
+    ] = None
+    select_seed: Annotated[
+        int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
+    ] = None
+    select_rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
+        ),
+    ] = None
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="A,B,...",
+            help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
+            f"--select chooses by the first one. {_METRIC} by default.",
+        ),
+    ] = None
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            "--baseline",
+            metavar="NAME",
+            help="Method or row to which the others are compared; the first by default; none for no baseline.",
+        ),
+    ] = None
+    across: Annotated[
+        str | None,
+        typer.Option(
+            "--across",
+            metavar="KEY",
+            help="A varied key, e.g. objective.bits, whose values become groups of columns, as in the tables of "
+            "papers.",
+        ),
+    ] = None
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches the value."
+        ),
+    ] = None
+    zero_shot: Annotated[
+        bool,
+        typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
+    ] = False
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs", min=1, help="Runs in parallel; by default the number of cores, half of it with --processes."
+        ),
+    ] = None
+    processes: Annotated[
+        bool,
+        typer.Option(
+            "--processes",
+            help="Start silos with the scenario's launcher. By default, all silos of a run share one process without "
+            "messages, which gives a bit-identical model.",
+        ),
+    ] = False
     as_json: AsJson = False
     quiet: Quiet = False
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, as far as typer sees, the fields of :class:`Options` that have an option instead of **given."""
-    argument, _ = signature(command, eval_str=True).parameters.values()
-    hints = get_type_hints(Options, include_extras=True)
-    given = [
-        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
-        for field in fields(Options)
-        if get_origin(hints[field.name]) is Annotated
-    ]
-    parameters = [argument, *given]
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
-
-
-@with_options
+@with_options(Options)
 def compare_command(files: Files, **given: Any) -> None:
     """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
@@ -195,7 +166,7 @@ def compare_command(files: Files, **given: Any) -> None:
     carry_out(_merged_options(Options("compare", files, **given)))
 
 
-@with_options
+@with_options(Options)
 def sweep_command(file: File, **given: Any) -> None:
     """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
 
@@ -253,17 +224,11 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
 
 def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
     """Variations of a file with those given: each replaces that of the same key, further ones follow."""
-    later: dict[str, list[str]] = {}
-    for text in given:
-        later.setdefault(text.partition("=")[0], []).append(text)
-    replaced = set(later)
-    kept = [
-        variation
-        for text in own
-        for key in [text.partition("=")[0]]
-        for variation in (later.pop(key, []) if key in replaced else [text])
-    ]
-    return [*kept, *(variation for more in later.values() for variation in more)]
+    by_key: list[dict[str, list[str]]] = [{}, {}]
+    for texts, found in zip((own, given), by_key, strict=True):
+        for text in texts:
+            found.setdefault(text.partition("=")[0], []).append(text)
+    return [text for texts in (by_key[0] | by_key[1]).values() for text in texts]
 
 
 def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPlan:
@@ -314,9 +279,8 @@ def carry_out(options: Options) -> None:
         InputError: an option is not allowed, or a folder cannot be written.
     """
     plan = plan_of(options)
-    from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
+    from fedmq.experiments import runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     folder = options.out_dir or default_folder(plan, options.kind, resolved_file)
     warn(resolved_runs(plan, resolved_file))
@@ -347,7 +311,7 @@ def carry_out(options: Options) -> None:
     else:
         out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last, so that the tables exist even if this fails.
-    write_text(folder / "plots.html", plots.page(comparison.rows, title, command_line(), table))
+    write_text(folder / "plots.html", tables.page(comparison.rows, title, command_line(), table))
     if not options.as_json:
         print_line(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html")
     _report_problems(comparison)
@@ -400,8 +364,6 @@ def _report_problems(comparison: Comparison) -> None:
 
 def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path) -> None:
     from fedmq.experiments import tables  # noqa: PLC0415
-    from fedmq.runs.tables import as_csv  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     results = {
         "table.csv": as_csv(tables.plain(comparison.rows)),
@@ -416,7 +378,7 @@ def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, fol
 def _progress_line(what: str, how: JobProgress) -> str:
     """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, ETA 3.1 min``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
-    eta = [] if how.left is None else [f"ETA {how.left:.0f} s" if how.left < 120 else f"ETA {how.left / 60:.1f} min"]
+    eta = [] if how.left is None else [f"ETA {duration_text(how.left)}"]
     return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *eta])
 
 

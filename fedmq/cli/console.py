@@ -15,7 +15,7 @@ from rich.control import Control
 from rich.markup import escape
 from rich.segment import ControlType
 
-from fedmq.launch.interrupts import FAILED, say_interrupted, say_stopping
+from fedmq.launch.interrupts import FAILED, say_interrupted
 from fedmq.safe_console import SafeConsole
 
 #: Exit code of a refused input, and of an audit or replay with differences.
@@ -72,25 +72,6 @@ def continued_by_the_same_command() -> Iterator[None]:
         sys.exit(FAILED)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def until_stopped(resume: Callable[[], str] = lambda: "the same command") -> Callable[[], bool]:
-    """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
-
-    Args:
-        resume: what continues the run at that time, for the message.
-    """
-    caught: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        say_stopping(resume())
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-    return lambda: bool(caught)
 
 
 def exit_stopped(command: str, others: str = "") -> NoReturn:

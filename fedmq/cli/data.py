@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
-from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
-from fedmq.cli.scenarios import resolved_file
+from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit, resolved_file
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import open_run
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ def data_digest(
     """
     from fedmq.runs.data_records import AgreementRecord  # noqa: PLC0415
     from fedmq.storage.json_files import read_json  # noqa: PLC0415
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     folder = open_run(run) if run.is_dir() else None
     file = run if folder is None else folder.scenario

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from fedmq.cli.console import bar, err, later, out
-from fedmq.cli.options import CONNECT, Quiet
-from fedmq.cli.scenarios import resolved
+from fedmq.cli.options import CONNECT, Quiet, resolved
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import make_folder, write_text
 from fedmq.text import is_float, one_of, print_line, printable
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def _init_scenario(file: Path, data: str | None, given: _Answers, force: bool, q
 def _init_site(file: Path, data: str | None, name: str | None, connect: str | None, force: bool, quiet: bool) -> None:
     """Ask for what is not given, and write the site file."""
     from fedmq.data import starter  # noqa: PLC0415 - reads data, which --help does without
-    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
     from fedmq.wire.keys import private_names  # noqa: PLC0415
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
@@ -242,7 +241,6 @@ def _write(file: Path, text: str, *, quiet: bool) -> None:
     from fedmq.config import yaml_files  # noqa: PLC0415
     from fedmq.config.resolve import Source, parse  # noqa: PLC0415
     from fedmq.launch import preparation  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     run = resolved(Source(file, parse(yaml_files.parse(text), file)))
     preparation.check_data(run, None if quiet else bar())

@@ -29,27 +29,16 @@ _VAST = 10**9
 
 @dataclass(frozen=True)
 class Key:
-    """A scenario key or an option.
-
-    Args:
-        name: name of the key.
-        values: allowed values, in words.
-        default: the default in YAML, or :data:`REQUIRED`.
-        meaning: description.
-    """
+    """A scenario key or an option."""
 
     name: str
-    values: str
-    default: str
-    meaning: str
+    values: str  # allowed values, in words
+    default: str  # the default in YAML, or :data:`REQUIRED`
+    meaning: str  # description
 
 
 def options(schema: type[Any]) -> tuple[Key, ...]:
-    """The options of a method or base loss, described by its dataclass's docstring.
-
-    Args:
-        schema: the dataclass; docstrings of its bases describe inherited options.
-    """
+    """The options of a method or base loss, described by its dataclass's docstring."""
     meanings: dict[str, str] = {}
     for kind in reversed([kind for kind in inspect.getmro(schema) if dataclasses.is_dataclass(kind)]):
         docstring = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)

@@ -34,19 +34,21 @@ from fedmq.cli.options import (
     SiloName,
     SiloOut,
     SiteFile,
+    print_results,
+    resolved,
+    resolved_file,
     silo_arguments,
 )
-from fedmq.cli.scenarios import print_results, resolved, resolved_file
 from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
-from fedmq.text import counted, print_json, print_line, printable, size_text
+from fedmq.storage.run_folder import RunFolder, open_run, write_json, write_text
+from fedmq.text import counted, duration_text, print_json, print_line, printable, size_text
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.site import Site
     from fedmq.runs.status import SiloStatus, StatusFile
-    from fedmq.storage.run_folder import RunFolder
 
 #: Interval of ``--watch`` [s].
 _WATCH_SECONDS = 2.0
@@ -105,8 +107,6 @@ def status_command(
 
 def _from_folder(run: Path | None) -> Callable[[], StatusFile]:
     """Read the status of a run folder."""
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415 - --help does without
-
     if run is None:
         raise InputError("status", "no run", "a run folder, or --connect URI to query its coordinator")
     begun = run.is_dir() and ((run / "messages").is_dir() or not any(run.iterdir()))
@@ -150,8 +150,6 @@ def prune_command(run: Run, yes: Annotated[bool, typer.Option("--yes", help="Rem
 
     Example: [bold]fedmq prune runs/smoke --yes[/bold]
     """
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
-
     folder = open_run(run)
     import protocols  # noqa: PLC0415 - imports torch
     from fedmq.runs.resume import plan_pruning, prune  # noqa: PLC0415
@@ -172,14 +170,7 @@ def prune_command(run: Run, yes: Annotated[bool, typer.Option("--yes", help="Rem
 def _ago(at: str | None, now: datetime) -> str:
     if at is None:
         return "-"
-    seconds = max(0.0, (now - datetime.fromisoformat(at)).total_seconds())
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    return duration_text(max(0.0, (now - datetime.fromisoformat(at)).total_seconds()))
 
 
 def _show(status: StatusFile, now: datetime) -> None:
@@ -288,7 +279,6 @@ def replay_command(
     """
     from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
     from fedmq.launch import forkserver  # noqa: PLC0415
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     folder = open_run(run)
     source = read(folder.scenario)
@@ -331,7 +321,6 @@ def _repeat(
     from fedmq.audit import replay  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.launch import preparation, supervisor  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
 
     if sites is not None:
         run = replace(run, scenario=run.scenario.model_copy(update={"launcher": "local"}))

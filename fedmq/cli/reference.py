@@ -108,7 +108,7 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
         out.print(f"see fedmq {command} NAME for the meaning of its options")
 
 
-#: Kinds of files; those of ``fedmq.experiments.files.FileKind``, whose import takes too long for --help.
+#: Kinds of files; those of ``fedmq.experiments.files.SCHEMAS``, whose import takes too long for --help.
 KINDS = ("scenario", "site", "comparison", "tuning")
 
 _Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.", show_default=False)]
@@ -121,8 +121,8 @@ def schema_command(kind: _Kind) -> None:
 
     Example: [bold]fedmq schema scenario[/bold]
     """
-    from fedmq.experiments.files import FileKind, schema_of  # noqa: PLC0415
+    from fedmq.experiments.files import schema_of  # noqa: PLC0415
 
     if kind not in KINDS:
         raise InputError("KIND", kind, one_of(kind, KINDS))
-    print_json(schema_of(FileKind(kind)))
+    print_json(schema_of(kind))

@@ -15,6 +15,7 @@ from rich.table import Table
 from fedmq.cli.console import bar, err
 from fedmq.errors import InputError
 from fedmq.profiling import COMMAND, PHASES, RECORDER
+from fedmq.storage.run_folder import open_run, write_text, writing
 from fedmq.text import counted, print_line
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ def report_command(
     """
     from fedmq.api.results import write_report  # noqa: PLC0415 - --help does without
     from fedmq.runs.report import run_report  # noqa: PLC0415
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     if page is not None and len(runs) == 1:
         raise InputError("--out", str(page), "--out only with several runs; report.html is written into the run")
@@ -58,7 +58,7 @@ def report_command(
         print_line(str(folder.report))
     if len(folders) > 1:
         path = page or folders[0].root.parent / "side_by_side.html"
-        run_report.write_side_by_side(folders, path)
+        write_text(path, run_report.side_by_side(folders))
         print_line(str(path))
 
 
@@ -127,7 +127,6 @@ def profile_of(folder: RunFolder, *, on: bool) -> Iterator[None]:
         yield
         return
     from fedmq.runs import profile  # noqa: PLC0415 - imports torch
-    from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
     with writing(folder.profile):
         shutil.rmtree(folder.profile, ignore_errors=True)  # of an earlier part of a resumed run

@@ -21,7 +21,6 @@ from fedmq.cli.console import (
     err,
     exit_stopped,
     starting,
-    until_stopped,
 )
 from fedmq.cli.options import (
     AsJson,
@@ -50,13 +49,20 @@ from fedmq.cli.options import (
     SiteFile,
     StopSilos,
     Whereabouts,
+    explain,
+    quick_imports,
+    read_here,
+    refuse_start,
+    resolved,
+    resolved_file,
     silo_arguments,
 )
 from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
-from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
+from fedmq.launch.interrupts import until_stopped
 from fedmq.profiling import span
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
+from fedmq.storage.run_folder import RunFolder, make_folder, open_run, write_json, writing
 from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
@@ -64,7 +70,6 @@ if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
     from fedmq.launch.supervisor import Simulated
     from fedmq.runs.run_records import RunSummary
-    from fedmq.storage.run_folder import RunFolder
 
 #: Start of this program, for the reported start-up time.
 _BEGAN = time.monotonic()
@@ -138,7 +143,6 @@ def _finished(folder: RunFolder, simulated: Simulated, command: str, *, quiet: b
     from fedmq.api.results import write_report  # noqa: PLC0415
     from fedmq.launch.supervisor import finish_summary  # noqa: PLC0415
     from fedmq.runs.report import run_report  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_json  # noqa: PLC0415
 
     if simulated.outcome.summary is None:
         exit_stopped(command)
@@ -151,7 +155,7 @@ def _finished(folder: RunFolder, simulated: Simulated, command: str, *, quiet: b
 
 def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextManager[None]:
     """Pass the run's records on to its trackers while the block runs."""
-    from fedmq.runs.tracking import tracking  # noqa: PLC0415
+    from fedmq.runs.trackers import tracking  # noqa: PLC0415
 
     return tracking(run, folder, _notice)
 
@@ -190,8 +194,6 @@ def _notice(text: str) -> None:
 
 def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:
     """The scenario of a new run, or of the run to resume."""
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
-
     if resume is None:
         if extend is not None:
             raise InputError("--extend", str(extend), "--resume RUN --extend ROUNDS, with the folder of a run")
@@ -206,7 +208,6 @@ def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir
 def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: bool = False) -> RunFolder:
     """The folder of the run to resume."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
-    from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
     folder = open_run(resume)
     before = resolved_file(folder.scenario, manual=manual, adopt=False).scenario
@@ -224,8 +225,6 @@ def _with_rounds(run: ResolvedRun, extend: int | None) -> ResolvedRun:
 
 def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
     """The folder of a new run."""
-    from fedmq.storage.run_folder import RunFolder, make_folder  # noqa: PLC0415
-
     if out_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         return RunFolder(_new_folder(make_folder(Path("runs")), f"{scenario.name}-{stamp}"))
@@ -239,8 +238,6 @@ def _new_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
 
 def _new_folder(parent: Path, name: str) -> Path:
     """Create a folder of this name, with a number appended if another run has started in the same second."""
-    from fedmq.storage.run_folder import writing  # noqa: PLC0415
-
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
         with writing(path), contextlib.suppress(FileExistsError):
@@ -252,7 +249,6 @@ def _new_folder(parent: Path, name: str) -> Path:
 def _begin(folder: RunFolder, scenario: Scenario, *, extended: bool = False) -> None:
     """Write the scenario of a new or an extended run into its folder; a new run claims the folder."""
     from fedmq.runs.resume import begin_extension  # noqa: PLC0415
-    from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
     if extended:
         begin_extension(folder, scenario)
@@ -357,7 +353,6 @@ def _on_full_disk(folder: RunFolder, resume: str) -> Iterator[None]:
 def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
     """The folder of a new run, in which silos and the evaluator may already have started their logs."""
     from fedmq.runs import resume as resuming  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder  # noqa: PLC0415
 
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
     if folder.scenario.exists():

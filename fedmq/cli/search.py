@@ -6,9 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -17,17 +16,20 @@ from rich.table import Column, Table
 from fedmq.cli.console import bar, err, out, writes_unicode
 from fedmq.cli.options import AsJson, Device, Run
 from fedmq.errors import InputError
+from fedmq.storage.run_folder import make_folder, require_folder, write_text
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
+    from fedmq.retrieval.plots import Runs
     from fedmq.retrieval.released_model import ModelFolder, Release
     from fedmq.retrieval.search import Hit
-    from fedmq.runs.tables import Runs
 
 #: Shows progress: what, done, total.
 Show = Callable[[str, int, int], None]
 
 
+#: Modality of an item.
+Side = Literal["image", "text"]
 Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
@@ -96,30 +98,14 @@ def _adopt_site(file: Path) -> str | None:
 
 def _finished_runs(runs: Sequence[Path], silo: str | None, site: Path | None) -> list[Runs]:
     """The runs of a plot, named after the silo if a personal model is used."""
-    from fedmq.storage.run_folder import require_folder  # noqa: PLC0415
-
     if site is not None and len(runs) > 1:
         raise InputError("--site", f"{len(runs)} runs", "one RUN, as the site's folder has the state of one run")
     for run in runs:
         require_folder(run)
-    from fedmq.runs import tables  # noqa: PLC0415
+    from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
 
     name = None if site is None else _adopt_site(site)
-    return tables.named(runs, silo or name)
-
-
-class Side(StrEnum):
-    """Modality of an item."""
-
-    IMAGE = "image"
-    TEXT = "text"
-
-
-class Among(StrEnum):
-    """What is searched."""
-
-    IMAGES = "images"
-    CAPTIONS = "captions"
+    return plots.named(runs, silo or name)
 
 
 def search_command(
@@ -130,10 +116,11 @@ def search_command(
         str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
     ] = None,
     side: Annotated[
-        Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
+        Side | None,
+        typer.Option("--side", help="Modality of --item that is the query; by default its image."),
     ] = None,
     among: Annotated[
-        Among | None,
+        Literal["images", "captions"] | None,
         typer.Option("--among", help="Modality to search; by default the one other than the query's."),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
@@ -156,18 +143,20 @@ def search_command(
 
     Example: [bold]fedmq search runs/own "a dog in the snow" --site silo.yaml[/bold]
     """
-    _check_query(run, text, image, item)
+    require_folder(run)
+    if image is not None:
+        from fedmq.encoders.images import check_header  # noqa: PLC0415
+
+        check_header(image)
     from fedmq.data.raw_set import whole  # noqa: PLC0415
     from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
 
     for name, given in (("TEXT", text), ("--item", item)):
         whole(given or "", f"search: {name}")
-    query = search.Query(text, image, item, None if side is None else side.value)
+    query = search.Query(text, image, item, side)
     show = bar()
     model = _released(run, device, silo, site, show)
-    result = search.find(
-        model, query, chosen=chosen or site, among=None if among is None else among.value, top=top, progress=show
-    )
+    result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)
     if as_json:
         measure = "distance" if result.gallery.binary else "cosine"
         facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}
@@ -175,19 +164,6 @@ def search_command(
         print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
         return
     out.print(hits_table(result.hits, binary=result.gallery.binary))
-
-
-def _check_query(run: Path, text: str | None, image: Path | None, item: str | None) -> None:
-    """Refuse an invalid query, image or run before torch is loaded."""
-    given = sum(query is not None for query in (text, image, item))
-    if given != 1:
-        raise InputError("search", f"{given} queries" if given else "no query", "one of TEXT, --image FILE, --item KEY")
-    if not run.is_dir():
-        raise InputError(str(run), "no such folder", "the folder of a finished run, or of its model")
-    if image is not None:
-        from fedmq.encoders.images import check_header  # noqa: PLC0415
-
-        check_header(image)
 
 
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:
@@ -317,7 +293,6 @@ def curves_command(
     found = _finished_runs(runs, silo, site)
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
-    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     cutoffs = plots.parse_cutoffs(top)
     show = bar()
@@ -375,7 +350,6 @@ def tsne_command(
     from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
     from fedmq.retrieval import plots  # noqa: PLC0415 - imports torch, which --help does not need
-    from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
     show, planes = bar(), []
     models = _models(first, lambda run: open_run_model(run, device, silo, show, site))

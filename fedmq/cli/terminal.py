@@ -34,7 +34,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import counted, first_few, print_json, printable, size_text
+from fedmq.text import counted, duration_text, first_few, print_json, printable, size_text
 from fedmq.wire.log_records import last_head
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
@@ -61,8 +61,7 @@ def _eta(status: Status, first: tuple[int, float] | None) -> str:
     if first is None or status.round <= first[0]:
         return "-"
     pace = (status.elapsed - first[1]) / (status.round - first[0])
-    seconds = pace * (status.rounds - status.round)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+    return duration_text(pace * (status.rounds - status.round))
 
 
 def _refused(status: Status) -> str:
@@ -265,9 +264,7 @@ def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
 
 def _failed_at(summary: RunSummary) -> str:
     """The silos with replies that could not be merged, those with most of them first."""
-    counts = {
-        name: replies.refused + replies.scripted + replies.errors for name, replies in summary.unusable_replies.items()
-    }
+    counts = {name: replies.total for name, replies in summary.unusable_replies.items()}
     first = sorted(counts, key=lambda name: (-counts[name], name))
     return f" ({first_few([f'{name} {counts[name]}' for name in first], _MANY)})" if first else ""
 

@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedmq.cli.compare import command_line, display_progress, workplace
-from fedmq.cli.console import err, exit_stopped, out, until_stopped
-from fedmq.cli.options import AsJson, Quiet
-from fedmq.cli.scenarios import resolved_file, warn
-from fedmq.launch.interrupts import FAILED
-from fedmq.text import counted, print_json, print_line
+from fedmq.cli.console import err, exit_stopped, out
+from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
+from fedmq.launch.interrupts import FAILED, until_stopped
+from fedmq.storage.run_folder import write_text
+from fedmq.text import as_csv, counted, print_json, print_line
 
 if TYPE_CHECKING:
     from fedmq.experiments.files import TunedMethod, TunePlan
@@ -92,8 +92,6 @@ def _slug(name: str) -> str:
 def _write(plan: TunePlan, tuned: Tuned, folder: Path) -> dict[str, Path]:
     """Write the table of trials and the best scenario of each method; returns the scenarios."""
     from fedmq.experiments.files import as_settings  # noqa: PLC0415
-    from fedmq.runs.tables import as_csv  # noqa: PLC0415
-    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
 
     write_text(folder / "trials.csv", as_csv([_record(trial) for trial in tuned.trials]))
     files = {}

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -62,10 +61,6 @@ def _together(value: object) -> object:
     return ",".join(map(str, parts)) if plain else value
 
 
-def _one_or_more(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _selection(text: str) -> None:
     if text != ON_VALIDATION:
         grid.parse_variation(text, "--select")
@@ -75,7 +70,9 @@ _Vary = Annotated[str, _checked(partial(grid.parse_variation, option="--vary"))]
 _Select = Annotated[str, _checked(_selection)]
 _Setting = Annotated[str, _checked(lambda text: apply_settings({}, [text]))]
 _Target = Annotated[str, _checked(parse_target)]
-_Repeated = BeforeValidator(_one_or_more, json_schema_input_type=str | tuple[str, ...])
+_Repeated = BeforeValidator(
+    lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | tuple[str, ...]
+)
 _Listed = BeforeValidator(_together, json_schema_input_type=str | int | tuple[str | int, ...])
 
 
@@ -261,23 +258,14 @@ class TuneFile(BaseModel):
 
 @dataclass(frozen=True)
 class TunedMethod:
-    """A method with its search space.
-
-    Args:
-        name: name of the method.
-        entry: scenario file and settings.
-        space: scenario key to range or values.
-        first: a value of each key, with which its scenario was checked.
-        rounds: number of rounds of a trial.
-        evaluate_every: rounds between evaluations; 0 evaluates at the end only.
-    """
+    """A method with its search space."""
 
     name: str
-    entry: Entry
-    space: Mapping[str, Range | tuple[Any, ...]]
-    first: Mapping[str, Any]
-    rounds: int
-    evaluate_every: int
+    entry: Entry  # scenario file and settings
+    space: Mapping[str, Range | tuple[Any, ...]]  # scenario key to range or values
+    first: Mapping[str, Any]  # a value of each key, with which its scenario was checked
+    rounds: int  # number of rounds of a trial
+    evaluate_every: int  # rounds between evaluations; 0 evaluates at the end only
 
 
 @dataclass(frozen=True)
@@ -315,11 +303,6 @@ def read_search(path: Path) -> TuneFile:
 
 def plan_search(path: Path, spec: TuneFile, resolve: Resolve) -> TunePlan:
     """The plan of a tuning file; every bound of its search spaces is tried on the scenario.
-
-    Args:
-        path: the file.
-        spec: its content.
-        resolve: reads and checks a scenario.
 
     Raises:
         InputError: a key, a bound, a method or the metric is not allowed.
@@ -385,28 +368,20 @@ def _resolved(path: Path, what: str, resolve: Resolve, file: Path, settings: Any
 
 
 # ------------------------------------------------------------------------------------------------- schemas for editors
-class FileKind(StrEnum):
-    """Kinds of files."""
-
-    SCENARIO = "scenario"
-    SITE = "site"
-    COMPARISON = "comparison"
-    TUNING = "tuning"
-
-
-_MODELS: dict[FileKind, type[BaseModel]] = {
-    FileKind.SCENARIO: Scenario,
-    FileKind.SITE: Site,
-    FileKind.COMPARISON: ComparisonFile,
-    FileKind.TUNING: TuneFile,
+#: What a file of each kind holds.
+SCHEMAS: Mapping[str, type[BaseModel]] = {
+    "scenario": Scenario,
+    "site": Site,
+    "comparison": ComparisonFile,
+    "tuning": TuneFile,
 }
 
 
-def schema_of(kind: FileKind) -> dict[str, object]:
-    """The JSON schema (draft 2020-12) of a kind of files."""
-    schema = _MODELS[kind].model_json_schema(by_alias=True)
-    if kind is FileKind.SITE:
+def schema_of(kind: str) -> dict[str, object]:
+    """The JSON schema (draft 2020-12) of a kind of files, a key of :data:`SCHEMAS`."""
+    schema = SCHEMAS[kind].model_json_schema(by_alias=True)
+    if kind == "site":
         del schema["properties"]["file"]  # fedmq sets it
-    if kind is FileKind.COMPARISON:
+    if kind == "comparison":
         schema["oneOf"] = [{"required": [command]} for command in KINDS]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": f"fedmq {kind} file"}

@@ -38,17 +38,11 @@ _VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<v
 
 @dataclass(frozen=True)
 class Variation:
-    """A key and the values to try: ``--vary`` and ``--select``.
+    """A key and the values to try: ``--vary`` and ``--select``."""
 
-    Args:
-        key: key of the scenario, e.g. ``training.learning_rate``.
-        values: parsed from YAML.
-        who: scenario or method to which it applies; None for all.
-    """
-
-    key: str
-    values: tuple[Any, ...]
-    who: str | None = None
+    key: str  # key of the scenario, e.g. ``training.learning_rate``
+    values: tuple[Any, ...]  # parsed from YAML
+    who: str | None = None  # scenario or method to which it applies; None for all
 
     @property
     def keys(self) -> frozenset[str]:
@@ -64,22 +58,14 @@ class Variation:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a comparison, run with every seed.
-
-    Args:
-        name: name of the row.
-        method: the method that is compared.
-        point: the other varied keys and their values as shown.
-        file: the scenario file.
-        settings: ``--set`` options of all its runs.
-        candidates: alternative further settings, one of which is selected on the validation split.
-    """
+    """One row of a comparison, run with every seed."""
 
     name: str
-    method: str
-    point: tuple[tuple[str, str], ...]
+    method: str  # the method that is compared
+    point: tuple[tuple[str, str], ...]  # the other varied keys and their values as shown
     file: Path
-    settings: tuple[str, ...]
+    settings: tuple[str, ...]  # ``--set`` options of all its runs
+    # Alternative further settings, one of which is selected on the validation split.
     candidates: tuple[tuple[str, ...], ...] = ((),)
 
     def name_but_for(self, key: str) -> str:
@@ -89,32 +75,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """The plan of a comparison.
+    """The plan of a comparison."""
 
-    Args:
-        entries: the rows, in order.
-        seeds: each row is run with each seed.
-        metrics: the columns; candidates are selected by the first.
-        targets: further columns: time to reach a value.
-        baseline: name of a method or of a row; None takes the first method. ``NO_BASELINE`` does not compare the rows
-            with each other, for example if they are data sets.
-        across: a varied key whose values are columns of the table instead of rows, as papers print code lengths.
-        select_seed: seed of the runs on the validation split.
-        select_rounds: rounds of those runs; None takes the scenario's.
-        zero_shot: whether to add a first row with version 0 of the first entry's runs.
-        measured_on_validation: whether candidates are chosen on the split on which they are then evaluated.
-    """
-
-    entries: tuple[Entry, ...]
-    seeds: tuple[int, ...]
-    metrics: tuple[str, ...] = BRIEF
-    targets: tuple[Target, ...] = ()
+    entries: tuple[Entry, ...]  # the rows, in order
+    seeds: tuple[int, ...]  # each row is run with each seed
+    metrics: tuple[str, ...] = BRIEF  # the columns; candidates are selected by the first
+    targets: tuple[Target, ...] = ()  # further columns: time to reach a value
+    # Name of a method or of a row; None takes the first method. ``NO_BASELINE`` does not compare the rows with each
+    # other, for example if they are data sets.
     baseline: str | None = None
+    # A varied key whose values are columns of the table instead of rows, as papers print code lengths.
     across: str | None = None
-    select_seed: int = 0
-    select_rounds: int | None = None
-    zero_shot: bool = False
-    measured_on_validation: bool = False
+    select_seed: int = 0  # seed of the runs on the validation split
+    select_rounds: int | None = None  # rounds of those runs; None takes the scenario's
+    zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
+    measured_on_validation: bool = False  # whether candidates are chosen on the split on which they are then evaluated
 
 
 #: In place of a baseline's name.
@@ -202,13 +177,6 @@ def entries(
     """Build the rows, every file with every combination of its varied values, and validate them.
 
     A varied method that is the file's own keeps the options that the file gives it, as far as the value does not.
-
-    Args:
-        files: scenarios.
-        settings: ``--set``, for all.
-        varied: keys whose values make rows, for all files or for one scenario or method.
-        select: keys whose values are candidates, for all rows or for one method.
-        resolve: reads and checks a scenario.
 
     Raises:
         InputError: a scenario, key or value is not allowed, or two rows would be the same.

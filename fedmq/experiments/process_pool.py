@@ -23,37 +23,23 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """One run to execute.
+    """One run to execute."""
 
-    Args:
-        name: shown while it runs and when it fails.
-        command: the program and its arguments.
-        log: file for its standard error.
-        metrics: the run's ``metrics.jsonl``, from which its progress is read.
-        rounds: number of merges of the run.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    log: Path
-    metrics: Path
-    rounds: int
+    name: str  # shown while it runs and when it fails
+    command: tuple[str, ...]  # the program and its arguments
+    log: Path  # file for its standard error
+    metrics: Path  # the run's ``metrics.jsonl``, from which its progress is read
+    rounds: int  # number of merges of the run
 
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Progress of the runs.
+    """Progress of the runs."""
 
-    Args:
-        done: number of runs that ended.
-        total: number of runs.
-        running: name and finished fraction of each running run.
-        left: estimated time until all are done [s]; None without progress so far, or with nothing left to do.
-    """
-
-    done: int
-    total: int
-    running: tuple[tuple[str, float], ...]
+    done: int  # number of runs that ended
+    total: int  # number of runs
+    running: tuple[tuple[str, float], ...]  # name and finished fraction of each running run
+    # Estimated time until all are done [s]; None without progress so far, or with nothing left to do.
     left: float | None
 
 

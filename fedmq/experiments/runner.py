@@ -54,40 +54,26 @@ _HERE: Mapping[str, bool | set[str]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Args:
-        rows: rows in order.
-        errors: one line for each failed run, by its title.
-        stopped: whether it was stopped before all runs were done; there are no rows then.
-        runs: number of different runs, those on the validation split included.
-        diverged: one line for each run whose training diverged in all silos, by its title; such a run is not repeated.
-        warnings: one line for each trial that could not be chosen, and for each column without values.
-    """
-
-    rows: tuple[Row, ...]
-    errors: Mapping[str, str]
-    stopped: bool
-    runs: int = 0
+    rows: tuple[Row, ...]  # rows in order
+    errors: Mapping[str, str]  # one line for each failed run, by its title
+    stopped: bool  # whether it was stopped before all runs were done; there are no rows then
+    runs: int = 0  # number of different runs, those on the validation split included
+    # One line for each run whose training diverged in all silos, by its title; such a run is not repeated.
     diverged: Mapping[str, str] = field(default_factory=dict)
+    # One line for each trial that could not be chosen, and for each column without values.
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an entry.
+    """One run of an entry."""
 
-    Args:
-        name: scenario, method, seed and a digest of the rest.
-        title: title for display: row and seed.
-        folder: the run folder.
-        resolved: the run as its processes see it.
-    """
-
-    name: str
-    title: str
+    name: str  # scenario, method, seed and a digest of the rest
+    title: str  # title for display: row and seed
     folder: RunFolder
-    resolved: ResolvedRun
+    resolved: ResolvedRun  # the run as its processes see it
 
     @property
     def scenario(self) -> Scenario:
@@ -130,22 +116,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where and how the runs of a comparison are executed.
+    """Where and how the runs of a comparison are executed."""
 
-    Args:
-        runs: folder of the runs; several comparisons may use it, one after the other.
-        resolve: reads and checks a scenario.
-        data_digest: prepares a run's data in the cache and returns the digest of its content.
-        processes: keep the scenarios' launcher; otherwise all silos of a run share one process, which gives the same
-            model at half the cost.
-        jobs: number of parallel runs.
-    """
-
-    runs: Path
-    resolve: Resolve
+    runs: Path  # folder of the runs; several comparisons may use it, one after the other
+    resolve: Resolve  # reads and checks a scenario
+    # Prepares a run's data in the cache and returns the digest of its content.
     data_digest: Callable[[ResolvedRun], str]
+    # Keep the scenarios' launcher; otherwise all silos of a run share one process, which gives the same model at half
+    # the cost.
     processes: bool
-    jobs: int
+    jobs: int  # number of parallel runs
 
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:
@@ -246,12 +226,6 @@ def carry_out(
     until_stopped: Callable[[], Callable[[], bool]],
 ) -> Comparison:
     """Select candidates on the validation split, execute the missing runs, and collect the rows.
-
-    Args:
-        plan: plan of the comparison.
-        place: where and how runs are executed.
-        report: called with the current step and its progress.
-        until_stopped: called before the first run is started; returns a function that says whether to stop the runs.
 
     Raises:
         InputError: the folder of the runs cannot be written, a run's data are invalid, or no run on the validation

@@ -26,25 +26,15 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Statistic:
-    """A column of a row.
+    """A column of a row."""
 
-    Args:
-        n: number of seeds with a value.
-        mean: over seeds; NaN without any.
-        std: sample standard deviation; NaN below two seeds.
-        difference: mean paired difference to the baseline over their common seeds; NaN without a baseline.
-        low: lower bound of its 95 % t-interval; NaN below two seeds.
-        high: upper bound; likewise.
-        pairs: number of common seeds.
-    """
-
-    n: int
-    mean: float
-    std: float
-    difference: float
-    low: float
-    high: float
-    pairs: int
+    n: int  # number of seeds with a value
+    mean: float  # over seeds; NaN without any
+    std: float  # sample standard deviation; NaN below two seeds
+    difference: float  # mean paired difference to the baseline over their common seeds; NaN without a baseline
+    low: float  # lower bound of its 95 % t-interval; NaN below two seeds
+    high: float  # upper bound; likewise
+    pairs: int  # number of common seeds
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
@@ -66,10 +56,7 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
 def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Metric] = ()) -> set[int]:
     """The row that is better than every other one beyond chance: each paired 95 % interval leaves out 0.
 
-    Args:
-        values: values of the rows by seed; rows with fewer seeds than others are not considered.
-        column: a metric, or a path in the summary.
-        custom: entries of user-defined metrics.
+    Rows with fewer seeds than others are not considered.
 
     Returns:
         Its index; empty if there is no such row.
@@ -86,24 +73,15 @@ def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Me
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the result.
-
-    Args:
-        entry: entry of the plan.
-        chosen: settings selected on the validation split.
-        outcomes: finished runs by seed, without failed ones.
-        columns: statistics by column.
-        best: columns in which it is better than every other row at the same point, beyond chance.
-        against: name of the row's baseline; None if it has none.
-        diverged: its runs whose training diverged, candidates included; neither chosen nor in the statistics.
-    """
+    """One row of the result."""
 
     entry: Entry
-    chosen: tuple[str, ...]
-    outcomes: Mapping[int, FinishedRun]
-    columns: Mapping[str, Statistic]
-    best: frozenset[str]
-    against: str | None
+    chosen: tuple[str, ...]  # settings selected on the validation split
+    outcomes: Mapping[int, FinishedRun]  # finished runs by seed, without failed ones
+    columns: Mapping[str, Statistic]  # statistics by column
+    best: frozenset[str]  # columns in which it is better than every other row at the same point, beyond chance
+    against: str | None  # name of the row's baseline; None if it has none
+    # Its runs whose training diverged, candidates included; neither chosen nor in the statistics.
     diverged: tuple[str, ...] = ()
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict, ValidationError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, Strict
 
 from fedmq import seeds
 from fedmq.clock import Clock, WallClock
@@ -28,7 +28,7 @@ from fedmq.experiments.files import Range, TunedMethod, TunePlan, as_settings
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.packages import package
 from fedmq.runs import results
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine
+from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.regular_files import AppendedLines, check_regular, read_regular
 from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 
@@ -47,41 +47,25 @@ class TrialState(StrEnum):
 
 
 class Attributes(BaseModel):
-    """What a search records of a trial beside Optuna's own facts.
-
-    Args:
-        state: its outcome; None while it is under way.
-        reason: why it did not finish.
-        seeds: values of the metric by seed, of the runs that have one.
-        pruned_at: round at which it was pruned.
-    """
+    """What a search records of a trial beside Optuna's own facts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    state: Annotated[TrialState, Strict(False)] | None = None
-    reason: str = ""
-    seeds: list[FiniteFloat] | None = None
-    pruned_at: int | None = None
+    state: Annotated[TrialState, Strict(False)] | None = None  # its outcome; None while it is under way
+    reason: str = ""  # why it did not finish
+    seeds: list[FiniteFloat] | None = None  # values of the metric by seed, of the runs that have one
+    pruned_at: int | None = None  # round at which it was pruned
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is over.
-
-    Args:
-        method: its name.
-        number: from 0.
-        state: its outcome.
-        value: mean of the metric over seeds; for a pruned trial, the last one.
-        values: values by scenario key.
-        reason: why it was refused or failed; empty otherwise.
-    """
+    """A trial that is over."""
 
     method: str
-    number: int
-    state: TrialState
-    value: float | None
-    values: Mapping[str, Any]
-    reason: str = ""
+    number: int  # from 0
+    state: TrialState  # its outcome
+    value: float | None  # mean of the metric over seeds; for a pruned trial, the last one
+    values: Mapping[str, Any]  # values by scenario key
+    reason: str = ""  # why it was refused or failed; empty otherwise
 
 
 @dataclass(frozen=True)
@@ -114,14 +98,6 @@ def tune(
 ) -> Tuned:
     """Search, or continue a search in a folder.
 
-    Args:
-        plan: plan of the search.
-        folder: folder of the search; its ``study.journal`` holds the trials.
-        place: where and how runs are executed.
-        report: called with the current step and its progress.
-        until_stopped: called before the first run is started; returns a function that says whether to stop.
-        clock: measures the time and pauses between looks at the running runs; None for the wall clock.
-
     Raises:
         InputError: the folder belongs to another search, its data are invalid, or a run has no such metric.
         DiskError: the disk is full or broken.
@@ -142,7 +118,7 @@ def tune(
     trials = tuple(
         _trial_of(name, trial) for name, study in studies.items() for trial in study.trials if trial.state.is_finished()
     )
-    return Tuned(trials, _best(trials, maximise=search.maximise), stopped)
+    return Tuned(trials, _best(trials, maximise=_maximise(plan)), stopped)
 
 
 def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
@@ -252,44 +228,40 @@ def _value(stored: Any) -> Any:
     return json.loads(stored) if isinstance(stored, str) else stored
 
 
+@dataclass
 class _Search:
     """Proposes, executes and judges trials."""
 
-    def __init__(
-        self,
-        optuna: Any,
-        plan: TunePlan,
-        place: Workplace,
-        journal: Path,
-        studies: Mapping[str, Any],
-        report: Callable[[str, pool.JobProgress], None],
-        stop_wanted: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        self._optuna, self._plan, self._place, self._studies = optuna, plan, place, studies
-        self._journal = journal
-        self._report, self._stop_wanted = report, stop_wanted
-        self._errors: dict[str, str] = {}
-        self._clock, self._done_before = clock, self._over * len(plan.spec.seeds)
-        self.maximise = _maximise(plan)
+    optuna: Any
+    plan: TunePlan
+    place: Workplace
+    journal: Path
+    studies: Mapping[str, Any]
+    report: Callable[[str, pool.JobProgress], None]
+    stop_wanted: Callable[[], bool]
+    clock: Clock
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.done_before = self._over * len(self.plan.spec.seeds)
 
     @property
     def _over(self) -> int:
-        return sum(trial.state.is_finished() for study in self._studies.values() for trial in study.trials)
+        return sum(trial.state.is_finished() for study in self.studies.values() for trial in study.trials)
 
     # ---------------------------------------------------------------------------------------------------- proposals
     def next_batch(self) -> list[_Attempt]:
         """The unfinished trials of a stopped search, and new ones until the batch of each method is full."""
-        batch, size = [], self._plan.spec.batch
-        for method in self._plan.methods:
-            study = self._studies[method.name]
+        batch, size = [], self.plan.spec.batch
+        for method in self.plan.methods:
+            study = self.studies[method.name]
             trials = study.trials
             left = [self._attempt(method, trial.number) for trial in trials if not trial.state.is_finished()]
             begun = len(trials)
             full = begun + -begun % size
             if not left and full == begun:
                 full += size
-            for number in range(begun, min(full, self._plan.spec.trials)):
+            for number in range(begun, min(full, self.plan.spec.trials)):
                 self._propose(method, number)
                 left.append(self._attempt(method, number))
             batch += left
@@ -297,27 +269,27 @@ class _Search:
 
     def _propose(self, method: TunedMethod, number: int) -> None:
         """Add the next trial of a method to its study, with all its settings in one operation of the journal."""
-        study, space = self._studies[method.name], _space(self._optuna, method)
-        beside = self._optuna.create_study(sampler=self._sampler(method, number), direction=study.direction)
+        study, space = self.studies[method.name], _space(self.optuna, method)
+        beside = self.optuna.create_study(sampler=self._sampler(method, number), direction=study.direction)
         beside.add_trials(study.trials)
         proposed = beside.ask(space).params
-        state = self._optuna.trial.TrialState.RUNNING
-        with writing(self._journal):
-            study.add_trial(self._optuna.trial.create_trial(state=state, params=proposed, distributions=space))
+        state = self.optuna.trial.TrialState.RUNNING
+        with writing(self.journal):
+            study.add_trial(self.optuna.trial.create_trial(state=state, params=proposed, distributions=space))
 
     def _sampler(self, method: TunedMethod, number: int) -> Any:
-        spec, samplers = self._plan.spec, self._optuna.samplers
+        spec, samplers = self.plan.spec, self.optuna.samplers
         seed = seeds.derive(spec.seed, "tune", method.name, number) % 2**32
         if spec.sampler == "random":
             return samplers.RandomSampler(seed=seed)
         return samplers.TPESampler(seed=seed, n_startup_trials=spec.startup)
 
     def _attempt(self, method: TunedMethod, number: int) -> _Attempt:
-        study = self._studies[method.name]
+        study = self.studies[method.name]
         frozen = study.trials[number]
         settings = as_settings({key: _value(value) for key, value in frozen.params.items()})
-        runs = _runs_of(self._plan, method, settings, self._place)
-        trial = self._optuna.trial.Trial(study, frozen._trial_id)
+        runs = _runs_of(self.plan, method, settings, self.place)
+        trial = self.optuna.trial.Trial(study, frozen._trial_id)
         return _Attempt(method, trial, runs, frozen.user_attrs.get("pruned_at"))
 
     # ---------------------------------------------------------------------------------------------------- execution
@@ -340,28 +312,29 @@ class _Search:
 
         def report(progress: pool.JobProgress) -> None:
             """The progress in runs of the whole search; those of trials that are over count as done."""
-            seeds_of_trial = len(self._plan.spec.seeds)
-            total = self._plan.spec.trials * len(self._studies) * seeds_of_trial
+            seeds_of_trial = len(self.plan.spec.seeds)
+            total = self.plan.spec.trials * len(self.studies) * seeds_of_trial
             done = self._over * seeds_of_trial + sum(run.done for attempt in batch for run in attempt.runs)
-            here = done - self._done_before
-            left = self._clock.now() * (total - done) / here if here > 0 and done < total else None
-            self._report("runs", replace(progress, done=done, total=total, left=left))
+            here = done - self.done_before
+            left = self.clock.now() * (total - done) / here if here > 0 and done < total else None
+            self.report("runs", replace(progress, done=done, total=total, left=left))
 
         ordered = [jobs[name] for name in followed if name in jobs]
-        ended = pool.run_all(ordered, self._place.jobs, report, self._stop_wanted, useless=useless, clock=self._clock)
+        ended = pool.run_all(ordered, self.place.jobs, report, self.stop_wanted, useless=useless, clock=self.clock)
         self._follow(batch, followed)
-        self._errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
+        self.errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
         return ended.stopped
 
     def _follow(self, batch: list[_Attempt], followed: Mapping[str, AppendedLines]) -> None:
         """Report new evaluations to the pruner, in order of rounds, once all seeds of a trial have them."""
-        fresh = {name: list(_evaluations(lines)) for name, lines in followed.items()}
+        fresh = {name: results.new_metrics(lines)[0] for name, lines in followed.items()}
         for attempt in batch:
             if not attempt.method.evaluate_every:
                 continue
             for run in attempt.runs:
                 for line in fresh[run.name]:
-                    if (value := line.metrics.get(self._plan.spec.metric)) is not None:
+                    value = line.metrics.get(self.plan.spec.metric) if isinstance(line, EvaluationLine) else None
+                    if value is not None:
                         attempt.seen.setdefault(line.version, {})[run.name] = value
             self._judge(attempt)
 
@@ -381,18 +354,18 @@ class _Search:
                 trial.intermediate_values[version] = mean
                 if study.pruner.prune(study, trial):
                     attempt.pruned_at = version
-                    with writing(self._journal):
+                    with writing(self.journal):
                         attempt.trial.set_user_attr("pruned_at", version)
-            with writing(self._journal):
+            with writing(self.journal):
                 attempt.trial.report(mean, version)
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
         """Record the outcome of a trial."""
         state, values, reason = self._judged(attempt)
-        states = self._optuna.trial.TrialState
-        study, number = self._studies[attempt.method.name], attempt.trial.number
-        with writing(self._journal):
+        states = self.optuna.trial.TrialState
+        study, number = self.studies[attempt.method.name], attempt.trial.number
+        with writing(self.journal):
             recorded = Attributes(state=state, reason=reason, seeds=values)
             for name, value in recorded.model_dump(mode="json", exclude_defaults=True).items():
                 attempt.trial.set_user_attr(name, value)
@@ -406,12 +379,12 @@ class _Search:
             return TrialState.PRUNED, [], f"below the median at round {attempt.pruned_at}"
         for run in attempt.runs:
             if not run.done:
-                return TrialState.FAILED, [], self._errors.get(run.name, "its run did not finish")
+                return TrialState.FAILED, [], self.errors.get(run.name, "its run did not finish")
         for run in attempt.runs:
             if (why := run.unaccepted) is not None:
                 return TrialState.REFUSED, [], why
         done = [results.read(run.folder) for run in attempt.runs]
-        metric = metric_among(done, self._plan.spec.metric)
+        metric = metric_among(done, self.plan.spec.metric)
         values = [run.value(metric) for run in done]
         numbers = [value for value in values if value is not None and math.isfinite(value)]
         if all(value is None for value in values):
@@ -419,13 +392,3 @@ class _Search:
         if len(numbers) < len(values):
             return TrialState.FAILED, numbers, f"{metric} is not a number"
         return TrialState.FINISHED, numbers, ""
-
-
-def _evaluations(lines: AppendedLines) -> Iterator[EvaluationLine]:
-    for text in lines.new()[0]:
-        try:
-            line = AnyMetricsLine.model_validate_json(text).root
-        except ValidationError:
-            continue
-        if isinstance(line, EvaluationLine):
-            yield line

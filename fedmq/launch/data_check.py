@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -177,6 +177,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         )
     except InputError as error:
         problems.append(str(error))
+    same = () if split is None else _duplicates_by_pixels(found, kept.keys, split)
     return DataFacts(
         data=data.name,
         items=len(kept),
@@ -193,8 +194,8 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         without_image=tuple(raw.keys[row] for row in np.flatnonzero(~raw.with_image)),
         constant=tuple(_from_folder(data, raw.images.name(row)) for row, each in enumerate(decoded) if each.constant),
         paged=tuple(_from_folder(data, raw.images.name(row)) for row, each in enumerate(decoded) if each.pages),
-        duplicates_by_image=() if split is None else _duplicates_by_pixels(found, kept.keys, split),
-        alike=() if split is None else _alike(found, kept.keys, split),
+        duplicates_by_image=same,
+        alike=() if split is None else _alike(found, kept.keys, split, same),
         warnings=_seen(kept, found, split),
         heldout_labels=() if split is None else tuple(of_heldout_labels(kept.labels, kept.label_names, split)),
         split="" if split is None else split_line(origin, split),
@@ -231,17 +232,18 @@ def _duplicates_by_pixels(
     )
 
 
-def _alike(decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+def _alike(
+    decoded: Mapping[str, _Decoded], keys: Sequence[str], split: npt.NDArray[np.uint8], same: Collection[str]
+) -> tuple[str, ...]:
     """Keys of the items of val and test whose image, or its mirror image, looks like a training item's.
 
     Two images look the same if their difference hashes (Krawetz 2013) are nearly equal, as after another compression or
-    another size. Images with the same pixels are left to :func:`_duplicates_by_pixels`.
+    another size. Those with the pixels of a training item, ``same``, are left out.
     """
-    known = set(_duplicates_by_pixels(decoded, keys, split))
     train = [decoded[key].looks for key, code in zip(keys, split, strict=True) if SPLITS[code] == "train"]
     trained = np.array([looks[0] for looks in train if looks], np.uint64)
     evaluated = (SPLITS.index("val"), SPLITS.index("test"))
-    queries = [key for key, code in zip(keys, split, strict=True) if code in evaluated and key not in known]
+    queries = [key for key, code in zip(keys, split, strict=True) if code in evaluated and key not in same]
     rows = [(key, decoded[key].looks) for key in queries]
     asked = [(key, looks) for key, looks in rows if looks]
     found, step = list[str](), max(1, _COMPARED // max(1, len(trained)))

@@ -36,7 +36,7 @@ from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import Progress, size_text
+from fedmq.text import Progress, duration_text, size_text
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from silos.tasks import Silo, SiloArguments
@@ -354,12 +354,4 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.1f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+    return f"{seconds:.2g} s" if seconds < 10 else duration_text(seconds)

@@ -86,11 +86,7 @@ _LAST = -200
 
 
 def warm_up(backbone: str) -> None:
-    """Start the forkserver if it is not running; it imports in the background while this process continues.
-
-    Args:
-        backbone: name of the scenario's backbone; decides whether OpenCLIP is imported, too.
-    """
+    """Start the forkserver if it is not running; it imports in the background what a backbone needs."""
     without_open_clip = backbone in ("lite", "features", MATCONVNET) or backbone.startswith(TIMM)
     CONTEXT.set_forkserver_preload(["fedmq.launch.preload", *([] if without_open_clip else ["open_clip"])])
     settings = {

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -30,25 +31,30 @@ def _answer(_number: int, frame: FrameType | None) -> NoReturn:
 
 
 def say_interrupted(more: str = "", how: str = "interrupted") -> None:
-    """Print that the command was interrupted.
+    """Print that the command was interrupted; ``more`` says how it continues."""
+    _say(f"fedmq: {how}{more}")
 
-    Args:
-        more: how it continues, e.g. ``; repeat the command to continue``.
-        how: how it ended.
-    """
+
+def _say(line: str) -> None:
+    """Print a line from a signal handler."""
     with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
         # A terminal has just echoed ^C.
-        start = b"\n" if os.isatty(2) else b""
-        os.write(2, start + f"fedmq: {how}{more}\n".encode())
+        os.write(2, (b"\n" if os.isatty(2) else b"") + os.fsencode(f"{line}\n"))
 
 
-def say_stopping(resume: str = "--resume RUN") -> None:
-    """Acknowledge the first Ctrl-C from its signal handler; a clean stop may take as long as a task.
+def until_stopped(resume: Callable[[], str] = lambda: "the same command") -> Callable[[], bool]:
+    """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
 
-    Args:
-        resume: the options or the command that continue the run.
+    The first one is acknowledged, as a clean stop may take as long as a task.
     """
-    with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
-        # A terminal has just echoed ^C.
-        start = b"\n" if os.isatty(2) else b""
-        os.write(2, start + os.fsencode(f"stopping; press Ctrl-C again to abort; continue with {resume}\n"))
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        _say(f"stopping; press Ctrl-C again to abort; continue with {resume()}")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return lambda: bool(caught)

@@ -30,7 +30,7 @@ from fedmq.federation import updates
 from fedmq.federation.agreement import difference, unknown_name
 from fedmq.federation.participant import SiteData
 from fedmq.federation.population import build_population, device_of
-from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, refuse, results
+from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, results
 from fedmq.federation.protocol import FederatedProtocol, Local, Task, Trained
 from fedmq.launch.preparation import check_data
 from fedmq.packages import versions
@@ -52,15 +52,10 @@ from silos.tasks import Silo, SiloArguments
 
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
 _DISK_MODELS = 8
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the checks."""
-
-    answer_seconds: float = 5.0  # time to wait for the coordinator's answer [s]
-    log_bytes: float = 50e6  # disk space for logs [bytes]
-    spare_memory: float = 200e6  # free memory that should remain after a training step [bytes]
+#: Disk space for logs, and free memory that should remain after a training step [bytes].
+_LOG_BYTES, _SPARE_MEMORY = 50e6, 200e6
+#: Time to wait for the coordinator's answer [s].
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass
@@ -71,7 +66,6 @@ class Starting:
     # The arguments of the silo or of the evaluator; None for another program.
     peer: SiloArguments | EvaluatorArguments | None = None
     progress: Progress | None = None
-    limits: Limits = field(default_factory=Limits)
     keys: tuple[Identity, Accepted] | None = None  # its identity and the accepted public keys; None without usable ones
     status: StatusFile | None = None  # the coordinator's status, if it answers
     guard: PolicyGuard | None = None  # its policy, if it has one that can be read
@@ -89,15 +83,6 @@ class Starting:
 def checks_of(program: Program) -> list[Check[Starting]]:
     """The checks that a program makes, in their order."""
     return [check for check in CHECKS if program in check.programs]
-
-
-def refuse_start(program: Program, starting: Starting) -> None:
-    """Make the checks of a program that starts.
-
-    Raises:
-        FedmqError: the first problem.
-    """
-    refuse(checks_of(program), starting)
 
 
 def preflight(program: Program, starting: Starting) -> Iterator[Result]:
@@ -166,7 +151,7 @@ def _coordinator(starting: Starting) -> list[Outcome]:
             return [Outcome(Verdict.FAILED, f"{uri}: the name {host} is unknown on this machine")]
         return [Outcome(Verdict.SKIPPED, f"{uri} is not asked without both keys")]
     try:
-        status = starting.status = status_of(ask_status(uri, *starting.keys, starting.limits.answer_seconds))
+        status = starting.status = status_of(ask_status(uri, *starting.keys, _ANSWER_SECONDS))
     except NoAnswerError as error:
         return [Outcome(Verdict.SKIPPED, f"{error}; key, scenario and versions are not compared")]
     if status.run != run:
@@ -277,7 +262,7 @@ def _items(starting: Starting) -> list[Outcome] | None:
 def _disk(starting: Starting) -> list[Outcome]:
     """Whether the disk has room for the silo's states and logs."""
     out = starting.silo.out.absolute()
-    needed = _DISK_MODELS * starting.loaded.model.flat.nbytes + starting.limits.log_bytes
+    needed = _DISK_MODELS * starting.loaded.model.flat.nbytes + _LOG_BYTES
     place = next(path for path in (out, *out.parents) if path.exists())
     free = shutil.disk_usage(place).free
     detail = f"{size_text(free)} free at {place}, {size_text(needed)} needed"
@@ -350,7 +335,7 @@ def _policy(starting: Starting) -> list[Outcome] | None:
 def _memory(starting: Starting) -> list[Outcome]:
     """The memory that is left after a training step."""
     free, used = psutil.virtual_memory().available, psutil.Process().memory_info().rss
-    verdict = Verdict.OK if free >= starting.limits.spare_memory else Verdict.FAILED
+    verdict = Verdict.OK if free >= _SPARE_MEMORY else Verdict.FAILED
     detail = f"{size_text(used)} used by this silo, {size_text(free)} still available"
     return [Outcome(verdict, detail)]
 

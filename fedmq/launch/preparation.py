@@ -18,11 +18,11 @@ from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import save_arrays, save_present
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.federation.population import Population, build_population, check_clusters
 from fedmq.launch.forkserver import CONTEXT, warm_up
-from fedmq.launch.processes import report, set_up_child
+from fedmq.launch.processes import raise_reported, report, report_result, set_up_child
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress
@@ -30,10 +30,6 @@ from fedmq.text import Progress
 
 def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
     """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
-
-    Args:
-        run: the run.
-        progress: called with (what, done, total) during long steps.
 
     Returns:
         The folder of the prepared data.
@@ -53,12 +49,10 @@ def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
                 case (str(what), int(done), int(total)):
                     if progress is not None:
                         progress(what, done, total)
-                case ("input", str(place), str(found), str(allowed)):
-                    raise InputError(place, found, allowed)
-                case (str(text),):
-                    raise RunError(text)
                 case Path() as folder:
                     return folder
+                case item:
+                    raise_reported(item)
     except EOFError:
         process.join(1.0)
         raise RunError(f"preparing the data ended with exit code {process.exitcode}, see above") from None
@@ -72,14 +66,7 @@ def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
 def population_process(run: ResolvedRun, line: Connection) -> None:
     """Prepare the data; sends progress and finally the folder or the error to the parent."""
     set_up_child()
-    try:
-        folder = population_here(run, lambda what, done, total: report(line, (what, done, total)))
-    except InputError as error:
-        report(line, ("input", error.place, str(error.found), error.allowed))
-    except FedmqError as error:
-        report(line, (str(error),))
-    else:
-        report(line, folder)
+    report_result(line, lambda: population_here(run, lambda *progress: report(line, progress)))
 
 
 def population_here(run: ResolvedRun, progress: Progress | None) -> Path:

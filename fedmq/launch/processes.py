@@ -164,6 +164,27 @@ def report(line: Connection, item: object) -> None:
         os._exit(_ORPHANED)
 
 
+def report_result(line: Connection, work: Callable[[], object]) -> None:
+    """Send what ``work`` returns to the parent, or its error in a form that :func:`raise_reported` knows."""
+    try:
+        result = work()
+    except InputError as error:
+        report(line, (error.place, str(error.found), error.allowed))
+    except FedmqError as error:
+        report(line, (str(error),))
+    else:
+        report(line, result)
+
+
+def raise_reported(item: object) -> None:
+    """Raise the error that a child reported, if the item is one."""
+    match item:
+        case (str(place), str(found), str(allowed)):
+            raise InputError(place, found, allowed)
+        case (str(text),):
+            raise RunError(text)
+
+
 def ignore_sigterm() -> None:
     """Ignore SIGTERM, with which the parent stops silos that have not joined and an evaluator without a result.
 
@@ -175,21 +196,10 @@ def ignore_sigterm() -> None:
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
     """Run the coordinator; sends its status, its orders and finally its result to the parent."""
     set_up_child(terminable=False)
-    parent = _Parent(line)
-    try:
-        outcome = run_coordinator(
-            arguments,
-            listening=partial(report, line),
-            status=partial(report, line),
-            stop_wanted=parent.wants_stop,
-            order=parent.carry_out,
-        )
-    except InputError as error:
-        report(line, (error.place, str(error.found), error.allowed))
-    except FedmqError as error:
-        report(line, (str(error),))
-    else:
-        report(line, outcome)
+    parent, tell = _Parent(line), partial(report, line)
+    order, wants_stop = parent.carry_out, parent.wants_stop
+    run = partial(run_coordinator, arguments, listening=tell, status=tell, stop_wanted=wants_stop, order=order)
+    report_result(line, run)
 
 
 class _Parent:

@@ -61,26 +61,30 @@ def open_run_model(
     scenario = release.scenario
     names, personal_only = scenario.silo_names, protocols.traits_of(scenario).personal_only
     if site is not None:
-        return _at_site(release, silo, site, progress)
-    if scenario.data is None and (personal_only or silo is not None):
-        _refuse_personal(release, silo, personal_only=personal_only)
-    if silo is None:
-        if personal_only:
-            method = scenario.protocol.label
-            allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} have personal models"
-            raise InputError(str(root), f"a shared model that {method} trains in part or not at all", allowed)
-        return release
-    if silo not in names:
-        raise InputError("--silo", silo, ", ".join(names))
-    population = build_population(scenario, progress, release.cache)
-    message = final_evaluation_request(release, population, silo)
+        name, population, folder = _at_site(release, silo, site, progress)
+    else:
+        if scenario.data is None and (personal_only or silo is not None):
+            _refuse_personal(release, silo, personal_only=personal_only)
+        if silo is None:
+            if personal_only:
+                method = scenario.protocol.label
+                allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} have personal models"
+                raise InputError(str(root), f"a shared model that {method} trains in part or not at all", allowed)
+            return release
+        if silo not in names:
+            raise InputError("--silo", silo, ", ".join(names))
+        name, population, folder = silo, build_population(scenario, progress, release.cache), release.run
+    message = final_evaluation_request(release, population, name)
     if personal_only:
-        _check_trained(release, population, silo)
-    return replace(release, own=personal_model_of(release, population, message, release.run))
+        _check_trained(release, population, name)
+    own = personal_model_of(release, population, message, folder)
+    return replace(release, own=own, site=None if site is None else population)
 
 
-def _at_site(release: Release, silo: str | None, file: Path, progress: Progress | None) -> Release:
-    """Open a run on sites' own data with the personal model of a silo, whose data and state are here."""
+def _at_site(
+    release: Release, silo: str | None, file: Path, progress: Progress | None
+) -> tuple[str, Population, RunFolder]:
+    """The silo of a site in a run on sites' own data, whose data and state are here: its name, data and folder."""
     scenario, site = release.scenario, read_site(file)
     if scenario.data is not None:
         raise InputError("--site", str(file), "no --site, as the run is on one data set: --silo NAME selects a silo")
@@ -102,11 +106,7 @@ def _at_site(release: Release, silo: str | None, file: Path, progress: Progress 
         population = data.population(name, (record.agreed.payload(), modalities))
     except (FieldError, RemoteWireError) as error:
         raise InputError(str(release.run.agreement), str(error), "the agreement of this run's sites") from None
-    message = final_evaluation_request(release, population, name)
-    if protocols.traits_of(scenario).personal_only:
-        _check_trained(release, population, name)
-    folder = release.run if site.out is None else RunFolder(site.out / run_id)
-    return replace(release, own=personal_model_of(release, population, message, folder), site=population)
+    return name, population, release.run if site.out is None else RunFolder(site.out / run_id)
 
 
 def _refuse_personal(release: Release, silo: str | None, *, personal_only: bool) -> None:
@@ -185,7 +185,7 @@ def personal_model_of(release: Release, population: Population, message: Message
         )
         raise InputError(str(path), "no such file", allowed)
     held = hashlib.sha256(save(dict(kept))).hexdigest()
-    key = key_of("own", release.digest, header.receiver, held, [digest(payload) for payload in message.payloads])
+    key = key_of("own", release.files.used, header.receiver, held, [digest(payload) for payload in message.payloads])
     return PersonalModel(header.receiver, key, found)
 
 

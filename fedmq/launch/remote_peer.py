@@ -90,11 +90,6 @@ class Ended(_Record):
         Field(max_length=_MOST_FILES, description="what it wrote, unless it wrote into the run folder itself"),
     ] = ()
 
-    @classmethod
-    def saying(cls, code: int, error: str, files: tuple[PeerFile, ...] = ()) -> Ended:
-        """The end of a process with an error of any length."""
-        return cls(code=code, error=error[:_LONGEST_ERROR], files=files)
-
 
 class PeerTask(_Record):
     """The arguments with which a process runs, except for its keys."""
@@ -373,11 +368,12 @@ def run_peer(task: bytes, place: Path, private: Mapping[str, bytes]) -> Ended:
         given = decode(PeerTask, task, "task of this process")
         identities = {name: _identity(name, private, place) for name in given.names}
     except InputError as refused:
-        return Ended.saying(_REFUSED, str(refused))
+        return Ended(code=_REFUSED, error=str(refused)[:_LONGEST_ERROR])
     shared = RunFolder(given.out).scenario.is_file()
     out = given.out if shared else place / "run"
     code, error = _run(given.arguments(place / "keys", out), identities)
-    return Ended.saying(code, error, () if shared else written_files(out, given.names))
+    files = () if shared else written_files(out, given.names)
+    return Ended(code=code, error=error[:_LONGEST_ERROR], files=files)
 
 
 def _identity(name: str, private: Mapping[str, bytes], place: Path) -> Identity:

@@ -26,12 +26,12 @@ from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coo
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
-from fedmq.errors import InputError, RunError
+from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator
 from fedmq.federation.population import Population, device_of
 from fedmq.launch.forkserver import private_folder, warm_up
-from fedmq.launch.interrupts import say_stopping
-from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting
+from fedmq.launch.interrupts import until_stopped
+from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting, raise_reported
 from fedmq.launch.remote_peer import Cluster, refuse_freeze
 from fedmq.profiling import party, span
 from fedmq.runs.run_records import RunSummary
@@ -49,19 +49,11 @@ _MEMORY_SECONDS = 30.0
 
 
 @contextlib.contextmanager
-def _signals(folder: RunFolder) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; a second one raises KeyboardInterrupt."""
-    caught: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        say_stopping(f"--resume {shlex.quote(str(folder.root))}")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals(folder: RunFolder) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM was received in the block; a second one raises KeyboardInterrupt."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield caught
+        yield until_stopped(lambda: f"--resume {shlex.quote(str(folder.root))}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -140,8 +132,8 @@ def simulate(
         init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
         supervisor = ProcessGroup(run, folder, keys, resume, data, hosting, logs, cluster, sites=sites or {})
         try:
-            with _signals(folder) as caught:
-                outcome, ready = _watch(supervisor, status, caught, began)
+            with _signals(folder) as stop_wanted:
+                outcome, ready = _watch(supervisor, status, stop_wanted, began)
         except BaseException:
             # A second Ctrl-C or an error: the processes were not asked to stop, so do not wait for them.
             supervisor.patience = 0.0
@@ -191,11 +183,11 @@ def simulate_inline(
     """
     began = time.monotonic()
 
-    with _signals(folder) as caught, party(COORDINATOR):
+    with _signals(folder) as stop_wanted, party(COORDINATOR):
         outcome = run_coordinator(
             CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data, logs=logs),
             status=status,
-            stop_wanted=lambda: bool(caught),
+            stop_wanted=stop_wanted,
             peers=partial(inline_peers, run, folder, data),
         )
     memory = psutil.Process().memory_full_info().pss / 2**20
@@ -203,13 +195,13 @@ def simulate_inline(
 
 
 def _watch(
-    supervisor: ProcessGroup, status: Callable[[Status], None], caught: list[int], began: float
+    supervisor: ProcessGroup, status: Callable[[Status], None], stop_wanted: Callable[[], bool], began: float
 ) -> tuple[CoordinatorResult, float | None]:
     """Start all processes and wait for the coordinator's result."""
     line = supervisor.start_coordinator()
     stop_sent, measured_at, ready = False, time.monotonic(), None
     while True:
-        if caught and not stop_sent:
+        if stop_wanted() and not stop_sent:
             stop_sent = True
             supervisor.stopping = time.monotonic()
             with contextlib.suppress(OSError):
@@ -230,10 +222,8 @@ def _watch(
             case CoordinatorResult():
                 supervisor.measure_memory()
                 return item, ready
-            case (str(place), str(found), str(allowed)):
-                raise InputError(place, found, allowed)
-            case (str(text),):
-                raise RunError(text)
+            case _:
+                raise_reported(item)
         supervisor.thaw()
         supervisor.report_slow_stop()
         if not stop_sent:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,22 +23,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.sections import Modality
+from fedmq.config.site import Site, read_site
+from fedmq.config.yaml_files import read_yaml
+from fedmq.data import catalogue
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta, mapped
 from fedmq.encoders.base import MODALITIES
-from fedmq.encoders.images import PIXELS_VERSION, decode
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery_data import caption_texts, chosen_for_sites, data_in, images_below, site_gallery
+from fedmq.federation.agreement import difference, format_of, spread, unknown_name
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
+from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.json_files import Stored, read_json
+from fedmq.text import Progress
 
 Array = npt.NDArray[Any]
 Among = Literal["images", "captions"]
-Progress = Callable[[str, int, int], None]
 
 FORMAT: Final = 1
 _BATCH = 256
@@ -62,22 +68,93 @@ class GalleryMeta(Stored):
     prepared: PreparedMeta | None = None
 
 
-class _Items(Stored):
-    keys: list[str]
-    captions: list[list[str]]
+class Items(Stored):
+    """``items.json``: names and captions of a gallery's items."""
 
-
-@dataclass(frozen=True)
-class Items:
-    """Names and captions of a gallery's items."""
-
-    keys: tuple[str, ...]  # names of the n items
-    captions: tuple[tuple[str, ...], ...]  # captions of each item, as text; empty if the data set has vectors only
+    keys: list[str]  # names of the n items
+    captions: list[list[str]]  # captions of each item, as text; empty if the data set has vectors only
 
     def caption(self, item: int, number: int = 0) -> str:
         """One caption; empty if it is unknown."""
         captions = self.captions[item]
         return captions[number] if number < len(captions) else ""
+
+
+_FEATURES: Final = (".npz", ".safetensors")
+ALLOWED: Final = (
+    "a folder of images, a scenario or site file (YAML) for its data, or with backbone features a features file "
+    f"({', '.join(_FEATURES)})"
+)
+
+
+def data_in(file: Path) -> Data:
+    """The data of a scenario, a site file or a features file."""
+    if not file.is_file():
+        raise InputError(f"--gallery {file}", "no such file or folder", ALLOWED)
+    if file.suffix.lower() in _FEATURES:
+        return Data(name="features", path=file.absolute())
+    # A site file may have the same keys as a scenario of nothing but data; its paths start at its own folder.
+    site = read_yaml(file).keys() <= Site.model_fields.keys()
+    data = read_site(file).data if site else load(file).data
+    if data is None:
+        raise InputError(f"--gallery {file}", f"a {'site file' if site else 'scenario'} without data", ALLOWED)
+    return data
+
+
+def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> list[list[str]]:
+    """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
+    known: dict[str, Sequence[str]] = {}
+    if backbone.name != "features":
+        raw = catalogue.find(data.name).read(data)
+        known = dict(zip(raw.keys, raw.captions, strict=True))
+    return [list(known.get(key, ())) for key in keys]
+
+
+def images_below(folder: Path, place: str) -> list[Path]:
+    """The image files below a folder, in the order of their paths.
+
+    Args:
+        folder: folder to search; links to folders are followed.
+        place: the option or argument that names it, for the error.
+
+    Raises:
+        InputError: there are none.
+    """
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    return files
+
+
+def site_gallery(
+    release: Release, chosen: Path, progress: Progress | None
+) -> tuple[Data, Prepared, Callable[[Array], Array]]:
+    """Prepare the data that a user chose for a run whose data only the sites have.
+
+    Returns the data, their arrays, and a function of rows of captions [n, ...] that gives them as the model reads them:
+    the counts of bags of words in the order on which the sites agreed.
+    """
+    scenario, place, data = release.scenario, f"--gallery {chosen}", data_in(chosen)
+    record = read_json(release.run.agreement, AgreementRecord, "what the sites of a run agreed on")
+    if record.agreed is None:
+        raise InputError(str(release.run.agreement), "no agreed format", "the agreement of a run on sites' own data")
+    agreed = record.agreed.payload()
+    prepared = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    present = np.asarray(prepared.present)
+    image, text = bool(present[:, 0].any()), bool(present[:, 1].any())
+    if not image:
+        raise InputError(place, "data without images", "data with images")
+    # Labels are not encoded, so they may differ.
+    held = replace(format_of(prepared, image=image, text=text), label_names=())
+    wrong = difference("the gallery", held, "the run", agreed) or unknown_name("the gallery", held, agreed)
+    if wrong is not None:
+        raise InputError(place, wrong, "data with the widths, encoders and words on which the sites agreed")
+
+    def captions(rows: Array) -> Array:
+        words, wanted = prepared.vocabulary, agreed.vocabulary
+        return rows if words == wanted else spread(torch.from_numpy(np.array(rows)), len(rows), words, wanted).numpy()
+
+    return data, prepared, captions
 
 
 @dataclass(frozen=True)
@@ -99,15 +176,7 @@ def of_data(
     name: str,
     captions: Callable[[Array], Array] = np.asarray,
 ) -> Source:
-    """The source of a data set, with all its splits.
-
-    Args:
-        data: where it is.
-        backbone: the model's backbone.
-        prepared: its arrays.
-        name: name of the gallery's folder.
-        captions: maps rows of captions [n, ...] to inputs of the text tower.
-    """
+    """The source of a data set, with all its splits; ``captions`` maps rows [n, ...] to inputs of the text tower."""
     counts = np.asarray(prepared.captions)
     ends = [*prepared.first.tolist(), len(prepared.text)]
     held = np.repeat(counts > 0, np.maximum(counts, 1))  # an item without captions has a row of zeros
@@ -124,7 +193,7 @@ def of_data(
     return Source(
         name=name,
         described=f"{data.name} {prepared.digest}",
-        items=lambda: Items(prepared.keys, caption_texts(data, backbone, prepared.keys)),
+        items=lambda: Items(keys=list(prepared.keys), captions=caption_texts(data, backbone, prepared.keys)),
         image=images,
         text=texts if counts.any() else None,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
@@ -132,14 +201,10 @@ def of_data(
 
 
 def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
-    """The source of all images below a folder, named by their relative paths.
-
-    Raises:
-        InputError: there are none, or the model has no encoder for them.
-    """
+    """The source of all images below a folder, named by their relative paths."""
     files = images_below(folder, "--gallery")
     # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
-    keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
+    keys = [os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files]
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
     content = key_of("folder", release.used, contents, PIXELS_VERSION)
 
@@ -152,7 +217,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     return Source(
         name=_named(release, folder.resolve().name, content),
         described=f"folder {folder.resolve().name}",
-        items=lambda: Items(keys, ((),) * len(keys)),
+        items=lambda: Items(keys=keys, captions=[[] for _ in keys]),
         image=images,
         text=None,
         owner=np.zeros(0, np.int64),
@@ -170,13 +235,7 @@ def _named(release: Release | ModelFolder, what: str, digest: str) -> str:
 
 
 def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report: Callable[[int], None]) -> Array:
-    """Encode inputs into vectors for an index.
-
-    Args:
-        model: the model.
-        modality: selects the tower.
-        batches: inputs of the tower.
-        report: called with the number of items done.
+    """Encode batches of inputs of a tower into vectors for an index; ``report`` gets the number of items done.
 
     Returns:
         Packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
@@ -222,10 +281,10 @@ class Gallery:
     def items(self) -> Items:
         """Names and captions."""
         path = self.folder / "items.json"
-        stored, count = read_json(path, _Items, AGAIN), self.meta.items
+        stored, count = read_json(path, Items, AGAIN), self.meta.items
         if not len(stored.keys) == len(stored.captions) == count:
             raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", AGAIN)
-        return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
+        return stored
 
     def array(self, name: str) -> Array:
         """One array, mapped from its file: ``image`` [n, .], ``text`` [m, .], or ``owner`` int64 [m].
@@ -234,17 +293,14 @@ class Gallery:
             InputError: the file is damaged, or holds something else than ``gallery.json`` says.
         """
         path, rows = self.folder / f"{name}.npy", self.meta.items if name == "image" else self.meta.captions
-        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, self._width)
+        width = self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
+        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, width)
         array = mapped(path, AGAIN)
         found = (array.dtype.kind, *array.shape)
         if found != expected or (name == "owner" and not self._are_owners(array)):
             shown = f"{found[0]} {list(found[1:])}, or other values"
             raise InputError(str(path), shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
         return array
-
-    @property
-    def _width(self) -> int | None:
-        return self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
 
     def _are_owners(self, array: Array) -> bool:
         """Whether numbers of items ascend."""
@@ -302,12 +358,16 @@ def _export_folder(model: ModelFolder, folder: Path | None, progress: Progress |
 
 def _export_own(release: Release, chosen: Path | None, progress: Progress | None) -> Gallery:
     """A gallery for a run whose data only the sites have."""
-    path = chosen_for_sites(release, chosen)
-    if path.is_dir():
-        return _filled_alone(release, of_folder(release, path), progress)
-    site = site_gallery(release, path, progress)
-    name = _named(release, path.stem, key_of(release.used, site.prepared.digest))
-    source = of_data(site.data, release.scenario.backbone, site.prepared, name, site.captions)
+    if chosen is None:
+        raise InputError("--gallery", "nothing", f"{ALLOWED}: with partition.kind own only the sites have data")
+    if chosen.is_dir() and release.scenario.backbone.name == "features":
+        allowed = f"a features file ({', '.join(_FEATURES)}), or a scenario or site file (YAML) for its data"
+        raise InputError(f"--gallery {chosen}", "a folder, for a model that was trained on features", allowed)
+    if chosen.is_dir():
+        return _filled_alone(release, of_folder(release, chosen), progress)
+    data, prepared, captions = site_gallery(release, chosen, progress)
+    name = _named(release, chosen.stem, key_of(release.used, prepared.digest))
+    source = of_data(data, release.scenario.backbone, prepared, name, captions)
     return _filled_alone(release, source, progress)
 
 
@@ -331,16 +391,7 @@ def _filled(
     about: Mapping[str, object],
     progress: Progress | None,
 ) -> Gallery:
-    """The gallery of a source, encoded unless it exists.
-
-    Args:
-        root: folder of the model's galleries.
-        source: source of the items.
-        used: digest of the model.
-        retriever: opens the model's towers.
-        about: further fields of ``gallery.json``.
-        progress: called while encoding.
-    """
+    """The gallery of a source, encoded unless it exists; ``about`` has further fields of ``gallery.json``."""
     if not (root / source.name).is_dir():
         model = retriever(MODALITIES if source.text else ("image",))
         fill = partial(_fill, model=model, used=used, source=source, about=about, progress=progress)
@@ -371,20 +422,12 @@ def _fill(
     ).model_copy(update={**width, **about})
     for name, array in {"owner": source.owner, **arrays}.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
+    (folder / "items.json").write_text(json.dumps(items.plain()), encoding="utf-8")
     (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 
 
 def open_gallery(folder: Path, used: str) -> Gallery:
-    """Open an exported gallery.
-
-    Args:
-        folder: folder of the gallery.
-        used: digest of the model that it must have been encoded with.
-
-    Raises:
-        InputError: it is not a gallery, or one of another model.
-    """
+    """Open an exported gallery, which must have been encoded with the model of this digest."""
     path = folder / "gallery.json"
     meta = read_json(path, GalleryMeta, AGAIN)
     if meta.model_digest != used:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from fedmq.config import yaml_files
 from fedmq.config.sections import Modality
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError, RunError
@@ -26,7 +25,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.packages import package
 from fedmq.retrieval.released_model import ModelFolder, described
 from fedmq.runs.release import BESIDE
-from fedmq.storage.regular_files import check_regular, read_regular
+from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import writing
 
 #: Maximum difference between an exported model's outputs and the model's own.
@@ -201,14 +200,11 @@ def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
         Names of its files.
 
     Raises:
-        InputError: the folder exists, the model is damaged or cannot stand alone, or its card has no valid front
-            matter.
+        InputError: the folder exists, or the model is damaged or cannot stand alone.
         RunError: the folder cannot be written.
     """
     _check_new(folder, "--hub")
     files.build(*described(files))
-    card = files.folder / _CARD
-    front_matter(read_regular(card, "the model card").decode("utf-8", "replace"), str(card))
     beside = [f"{kind}.safetensors" for kind in BESIDE if kind in files.config.released_with]
     _create(folder, partial(_fill_hub, files=files, names=[_CARD, "model.safetensors", *beside]))
     return tuple(sorted(path.name for path in folder.iterdir()))
@@ -226,20 +222,3 @@ def _fill_hub(made: Path, files: ModelFolder, names: list[str]) -> None:
         backbone["text_encoder"] = Path(str(backbone["text_encoder"])).name
     plain = files.config.model_copy(update={"backbone": backbone}).plain()
     (made / "config.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-
-
-def front_matter(card: str, place: str) -> dict[str, Any]:
-    """The metadata at the head of a model card, which the Hub reads.
-
-    Raises:
-        InputError: there are none, or they are not valid YAML.
-    """
-    lines = card.splitlines()
-    if lines[:1] == ["---"] and "---" in lines[1:]:
-        try:
-            facts = yaml_files.parse("\n".join(lines[1 : lines.index("---", 1)]))
-        except yaml_files.ERRORS:
-            facts = None
-        if isinstance(facts, dict):
-            return facts
-    raise InputError(place, "no valid front matter", "YAML between two lines of --- at the head of the card")

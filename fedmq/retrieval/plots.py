@@ -7,11 +7,14 @@ ties. In a t-SNE plot, distances between clusters and their sizes carry no meani
 
 from __future__ import annotations
 
+import csv
+import io
+import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +31,66 @@ from fedmq.federation.population import Population, build_population
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.report import html
 from fedmq.runs.report.html import Figure
-from fedmq.runs.tables import as_csv
-from fedmq.text import Progress
-
-Key = TypeVar("Key")
+from fedmq.storage.regular_files import read_regular
+from fedmq.storage.run_folder import RunFolder
+from fedmq.text import Progress, as_csv, csv_text
 
 #: Maximum number of points of a curve by rank, in figures and files.
 _POINTS = 200
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs that a plot shows under one name."""
+
+    name: str  # name of the run's folder, or of the comparison's row
+    folders: tuple[Path, ...]  # folders of the single run, or of the row's runs, one per seed
+    comparison: Path | None = None  # folder of the comparison; None for a single run
+
+
+def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
+    """The runs in some folders, without duplicates; equal names are completed by the folder.
+
+    Raises:
+        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not there.
+    """
+    runs: list[Runs] = []
+    for path in dict.fromkeys(paths):
+        is_run = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()
+        name = Path(os.path.abspath(path)).name  # noqa: PTH100 - keeps the name of a symbolic link
+        runs += [Runs(name, (path,))] if is_run else _rows(path)
+    if silo is not None:
+        runs = [replace(run, name=f"{run.name} {silo}") for run in runs]
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=f"{run.name} ({run.comparison or run.folders[0]})") if names.count(run.name) > 1 else run
+        for run in runs
+    ]
+
+
+def _rows(comparison: Path) -> list[Runs]:
+    """The rows of a comparison that have a trained model, in order."""
+    table = comparison / "runs.csv"
+    allowed = "what fedmq compare writes: a line of names, then each run's name, model_digest and folder"
+    rows: dict[str, list[Path]] = {}
+    try:
+        text = io.StringIO(read_regular(table, allowed).decode("utf-8"), newline="")
+        for record in csv.DictReader(text):
+            cells = (record.get(key) for key in ("name", "model_digest", "folder"))
+            name, digest, folder = (None if cell is None else csv_text(cell) for cell in cells)
+            if not name or not folder or digest is None:
+                raise InputError(str(table), "a line without name, model_digest or folder", allowed)
+            if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later
+                rows.setdefault(name, []).append(Path(folder))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(str(table), str(error), allowed) from None
+    if not rows:
+        raise InputError(str(table), "no run", allowed)
+    for path in (folder for folders in rows.values() for folder in folders):
+        if not os.path.isdir(path):  # noqa: PTH112 - unlike Path, False for names that are too long
+            where = "an existing folder; relative ones are looked up from the working directory"
+            raise InputError(str(table), str(path), where)
+    return [Runs(name, tuple(folders), comparison) for name, folders in rows.items()]
 
 
 @dataclass(frozen=True)
@@ -72,10 +128,12 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
             split = scenario.evaluation.split
             raise InputError("--site", f"a site without a pair in its {split} split", f"a site with {split} pairs")
         return release.site
-    release.check_one_data_set(
-        "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
-        "metrics of the silos' held-out items under own_heldout"
-    )
+    if scenario.data is None:
+        allowed = (
+            "a run on one data set; --site FILE measures a silo's personal model at its site, and summary.json has the "
+            "metrics of the silos' held-out items under own_heldout"
+        )
+        raise InputError(str(release.run.root), "a run whose data only the sites have (partition.kind own)", allowed)
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
     if not population.prepared.label_names:
@@ -84,12 +142,7 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
 
 
 def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
-    """Compute the curves of a released model.
-
-    Args:
-        release: the run.
-        top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
-        progress: called while data are prepared.
+    """Compute the curves of a released model; cut-offs ``top_n`` beyond the gallery are left out.
 
     Raises:
         InputError: the data are not those of the run, or have no labels, or only the sites have them.
@@ -108,10 +161,6 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
 
 def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
     """Average the curves of several runs.
-
-    Args:
-        name: name of the runs.
-        runs: result of :func:`measured` for each run; at least one.
 
     Raises:
         InputError: their lists or codes have different lengths, so that they cannot be averaged.
@@ -132,17 +181,13 @@ def _mean(runs: Sequence[RankingMetrics]) -> RankingMetrics:
     return RankingMetrics(
         map=float(np.mean([run.map for run in runs])),
         map_expected=float(np.mean([run.map_expected for run in runs])),
-        map_at=_means([run.map_at for run in runs]),
-        ndcg=_means([run.ndcg for run in runs]),
-        ndcg_retrieved=_means([run.ndcg_retrieved for run in runs]),
+        map_at={},  # not measured here, like NDCG
+        ndcg={},
+        ndcg_retrieved={},
         top_n={n: tuple(np.mean([run.top_n[n] for run in runs], axis=0).tolist()) for n in runs[0].top_n},
         pr_rank=_curve([run.pr_rank for run in runs]),
         pr_radius=_curve([run.pr_radius for run in runs]),
     )
-
-
-def _means(runs: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    return {key: float(np.mean([run[key] for run in runs])) for key in runs[0]}
 
 
 def _curve(of_runs: Sequence[Curve | None]) -> Curve | None:
@@ -219,7 +264,7 @@ _SYMBOLS: dict[Modality, str] = {"image": "circle", "text": "x-thin-open"}
 class Plane:
     """One model's items in the plane."""
 
-    name: str  # name of the model
+    name: str
     places: F32  # coordinates, float32 [n, 2]
     sides: tuple[Modality, ...]  # modality of each point: the item's image, or its first caption
     classes: tuple[str, ...]  # class of each point

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Backbone, Objective, Scenario
 from fedmq.config.sections import Modality
-from fedmq.data import catalogue
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder, InputSpec
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -23,14 +20,12 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of
+from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of, parameters
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
-from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.codec import digest
-from fedmq.wire.layout import MAX_BYTES
 from fedmq.wire.payloads import Model, Payload
 
 
@@ -98,12 +93,7 @@ class ModelFolder:
     def build(
         self, inputs: InputSpec, label_names: Sequence[str], modalities: tuple[Modality, ...] = MODALITIES
     ) -> TwoTower:
-        """The model with its released parameters.
-
-        Args:
-            inputs: shapes and dtypes of the data it was trained on.
-            label_names: label names of these data.
-            modalities: modalities of the towers that will be used.
+        """The model with its released parameters, for inputs and labels like those of the data it was trained on.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
@@ -123,24 +113,18 @@ class ModelFolder:
             modalities=modalities,
             cache=self.cache,
         )
-        if model.layout.digest != self.config.layout_digest:
-            raise InputError(str(self.folder), "parameters of another model", "the release of this run")
-        tensors = self._tensors("model")
-        for entry in model.layout.entries:
-            place = f"{self.folder / 'model.safetensors'}: {entry.name}"
-            shape = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
-            if shape != list(entry.shape):
-                raise InputError(place, shape, str(list(entry.shape)))
-            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
-            if dtype != entry.dtype:
-                raise InputError(place, dtype, entry.dtype)
-        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
-        found_digest = model.layout.model_digest(theta.numpy())
+        path = self.folder / "model.safetensors"
+        layout, theta = parameters(path, self.config.layout)
+        if not layout.digest == model.layout.digest == self.config.layout_digest:
+            others = [entry.name for entry in layout.entries if entry not in model.layout.entries]
+            place = ": ".join([str(path), *others[:1]])
+            raise InputError(place, "parameters of another model", "the release of this run")
+        found_digest = model.layout.model_digest(theta)
         if found_digest != self.config.model_digest:
-            raise OtherModelError(self.folder / "model.safetensors", found_digest, self.config.model_digest)
+            raise OtherModelError(path, found_digest, self.config.model_digest)
         more = [self._beside(kind) for kind in BESIDE if kind in self.config.released_with]
         try:
-            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+            load_inference(model, (Model(model.layout.digest, theta), *more))
         except RemoteWireError as error:
             raise InputError(str(self.folder), str(error), "the release of this run") from None
         return model
@@ -153,10 +137,10 @@ class ModelFolder:
                 trained, or a package is missing.
         """
         if self.config.texts == "vectors":
-            allowed = "a model trained on images and texts, which has encoders for them"
+            allowed = "a model trained on images and texts, which has encoders for them, or --item KEY of its gallery"
             raise InputError(str(self.folder), "a model of precomputed features", allowed)
         if modality == "text" and self.config.texts == "bag":
-            raise InputError(str(self.folder), "a model whose texts are bags of words", "images only")
+            raise InputError(str(self.folder), "a model whose texts are bags of words", "images, or --item KEY")
         make = image_encoder if modality == "image" else text_encoder
         encoder = make(self.backbone, self.seed, self.cache, self.device)
         if (recorded := self.config.frozen.get(modality)) is not None:
@@ -179,14 +163,6 @@ class ModelFolder:
         if digest(payload) != expected:
             raise OtherModelError(path, digest(payload), expected, BESIDE[kind][0])
         return payload
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        path = self.folder / f"{name}.safetensors"
-        check_regular(path, "a file of the run's release", MAX_BYTES + (1 << 24))
-        try:
-            return load_aligned(path)
-        except Exception as error:  # safetensors and the file system raise many types
-            raise InputError(str(path), str(error), "a file of the run's release") from None
 
 
 def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
@@ -223,11 +199,6 @@ class Release:
     site: Population | None = None
 
     @property
-    def config(self) -> ReleaseConfig:
-        """``model/config.json``."""
-        return self.files.config
-
-    @property
     def cache(self) -> Path:
         """Folder of prepared data and shared weights."""
         return self.files.cache
@@ -238,14 +209,9 @@ class Release:
         return self.files.device
 
     @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of the model as the release records it; :meth:`model` checks the parameters against it."""
-        return self.config.model_digest
-
-    @property
     def used(self) -> str:
         """SHA-256 (hex) of the model that :meth:`retriever` returns."""
-        return self.digest if self.own is None else self.own.digest
+        return self.files.used if self.own is None else self.own.digest
 
     def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
         """The shared model, or the personal model if one is selected; arguments and errors as in :meth:`model`."""
@@ -259,11 +225,7 @@ class Release:
         return self.files.alone(modalities) if self.own is None else self.own.retriever
 
     def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
-        """The shared model with its released parameters.
-
-        Args:
-            prepared: a data set with the shapes and labels of the one it was trained on.
-            modalities: modalities of the towers that will be used.
+        """The shared model with its released parameters; ``prepared`` has the shapes and labels of its training data.
 
         Raises:
             OtherModelError: the parameters, or a payload released with them, are not those of the run.
@@ -271,43 +233,19 @@ class Release:
         """
         return self.files.build(prepared.inputs, prepared.label_names, modalities)
 
-    def check_one_data_set(self, instead: str) -> None:
-        """Refuse a run whose data only the sites have.
-
-        Args:
-            instead: what the user can do.
-
-        Raises:
-            InputError: it is such a run.
-        """
-        if self.scenario.data is None:
-            raise InputError(str(self.run.root), "a run whose data only the sites have (partition.kind own)", instead)
-
     def check_data(self, prepared: Prepared) -> None:
         """Refuse data that have changed since the run.
 
         Raises:
             InputError: they have other items, labels or splits, or are vectors of another file.
         """
-        recorded = self.config.data_digest
+        recorded = self.files.config.data_digest
         if recorded is not None and prepared.content != recorded:
             changed = f"data of other content than the run was made with ({prepared.content[:12]})"
             raise InputError(f"{self.run.root}: the data", changed, f"the data of the run ({recorded[:12]})")
 
     def encoder(self, modality: Modality) -> Encoder:
-        """The frozen encoder of the run's data, to encode new texts and images.
-
-        Raises:
-            InputError: there is none because the data are vectors or bags of words, or it is not that of the run.
-        """
-        data = self.scenario.data
-        name = "the sites" if data is None else f"data set {data.name}"
-        texts = self.config.texts if data is None else catalogue.text_kind(data)
-        allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
-        if self.scenario.backbone.name == "features":
-            raise InputError("search", f"a run on the bare vectors of {name}", allowed)
-        if modality == "text" and texts == "bag":
-            raise InputError("search", f"a run whose texts are bags of words, those of {name}", allowed)
+        """The frozen encoder of the run's data; errors as in :meth:`ModelFolder.encoder`."""
         return self.files.encoder(modality)
 
 
@@ -345,10 +283,6 @@ def open_model(folder: Path, device: str | None = None, weights: str | None = No
 
 def open_release(root: Path, device: str | None = None) -> Release:
     """Open a finished run.
-
-    Args:
-        root: the run folder.
-        device: None takes the scenario's.
 
     Raises:
         InputError: it is not the folder of a finished run.

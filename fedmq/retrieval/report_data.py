@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ from fedmq.evaluation.recall import first_of_rows, tied
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.packages import package
-from fedmq.retrieval.gallery_data import caption_texts
+from fedmq.retrieval.gallery import caption_texts
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.data_records import Example, ReportData, ReportHit, ReportItem, Space
 from fedmq.storage.run_folder import write_json
@@ -47,10 +46,6 @@ I64 = npt.NDArray[np.int64]
 def write(release: Release, progress: Progress | None = None) -> None:
     """Write ``report_data.json`` into the run folder.
 
-    Args:
-        release: a finished run with a shared model.
-        progress: called while data are prepared.
-
     Raises:
         InputError: the data are not on this machine, or have changed since the run.
     """
@@ -64,8 +59,8 @@ def collect(release: Release, progress: Progress | None = None) -> ReportData:
     release.check_data(population.prepared)
     classes, holdings = _holdings(population)
     notes = [*population.prepared.notes, *population.prepared.warnings]
-    data = ReportData(model_digest=release.digest, classes=classes, holdings=holdings, notes=notes)
-    if release.config.personal_only:
+    data = ReportData(model_digest=release.files.used, classes=classes, holdings=holdings, notes=notes)
+    if release.files.config.personal_only:
         return data
     shuffled = seeds.numpy_generator(scenario.seed, "report").permutation(population.evaluated)
     rows = np.sort(shuffled[:_MOST_ITEMS])
@@ -149,7 +144,12 @@ def _examples(release: Release, population: Population, rows: I64, items: Embedd
             for query in _chosen(ranks, margins, best=best, groups=items_of):
                 order, item = np.argsort(-scores[query], kind="stable"), items_of[query]
                 rank = int(np.flatnonzero(hits_of[order] == item)[0]) + 1
-                hits = [_hit(hit(at), scores[query, at], right=bool(hits_of[at] == item)) for at in order[:_HITS]]
+                places = order[:_HITS]
+                found = [round(float(scores[query, at]), 4) for at in places]
+                hits = [
+                    ReportHit(**vars(hit(at)), right=bool(hits_of[at] == item), score=score)
+                    for at, score in zip(places, found, strict=True)
+                ]
                 examples.append(Example(way=way, best=best, query=show(query), rank=rank, hits=hits))
     return examples
 
@@ -189,10 +189,6 @@ def _chosen(ranks: I64, margins: npt.NDArray[np.floating], *, best: bool, groups
     return list(first.values())
 
 
-def _hit(item: ReportItem, score: float, *, right: bool) -> ReportHit:
-    return ReportHit(key=item.key, caption=item.caption, image=item.image, right=right, score=round(float(score), 4))
-
-
 Describe = Callable[[int, int, Modality], ReportItem]
 
 
@@ -201,26 +197,18 @@ def _described(release: Release, population: Population, rows: I64) -> Describe:
     data, backbone, keys = release.scenario.dataset, release.scenario.backbone, population.prepared.keys
     known = [keys[row] for row in rows]
     captions = caption_texts(data, backbone, known)
-    if backbone.name == "features":
-        return partial(_as_item, known, captions, None, ())
-    raw = catalogue.find(data.name).read(data)
-    places = {key: place for place, key in enumerate(raw.keys)}
-    return partial(_as_item, known, captions, raw.images, [places[key] for key in known])
+    images: Images | None = None
+    if backbone.name != "features":
+        raw = catalogue.find(data.name).read(data)
+        images, places = raw.images, {key: place for place, key in enumerate(raw.keys)}
 
+    def describe(item: int, number: int, side: Modality) -> ReportItem:
+        key, texts = known[item], captions[item]
+        if side == "image" and images is not None:
+            return ReportItem(key=key, image=thumbnail(images, places[key]))
+        return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
 
-def _as_item(
-    keys: Sequence[str],
-    captions: Sequence[Sequence[str]],
-    images: Images | None,
-    places: Sequence[int],
-    item: int,
-    number: int,
-    side: Modality,
-) -> ReportItem:
-    key, texts = keys[item], captions[item]
-    if side == "image" and images is not None:
-        return ReportItem(key=key, image=thumbnail(images, places[item]))
-    return ReportItem(key=key, caption=texts[number] if number < len(texts) else "")
+    return describe
 
 
 def thumbnail(images: Images, row: int) -> str:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.retrieval.gallery import AGAIN, Among, Gallery, Progress, embed, export
+from fedmq.retrieval.gallery import AGAIN, Among, Gallery, embed, export
 from fedmq.retrieval.released_model import ModelFolder, Release
-from fedmq.text import printable
+from fedmq.text import Progress, printable
 
 Array = npt.NDArray[Any]
 #: Rows whose products are held at a time.
@@ -28,7 +28,7 @@ class Hit:
 
     rank: int  # from 1
     score: float  # cosine similarity, or Hamming distance of codes
-    item: str  # name of the item
+    item: str
     caption: str  # the caption found, or the first caption of an image found; empty if captions are unknown as text
 
 
@@ -135,16 +135,9 @@ def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
 
 
 def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> list[Hit]:
-    """The items nearest to a vector; ties in the gallery's order.
+    """The items nearest to a packed code uint8 [1, bytes] or embedding float32 [1, d]; ties in the gallery's order.
 
-    Args:
-        gallery: gallery to search.
-        vector: packed code uint8 [1, bytes], or embedding float32 [1, d].
-        among: images or captions; with captions, an item is ranked by its nearest one.
-        top: number of items to return.
-
-    Raises:
-        InputError: the gallery has no captions.
+    With captions, an item is ranked by its nearest one.
     """
     if among == "captions" and not gallery.meta.captions:
         raise InputError("--among", among, "images: this gallery has no captions")

@@ -69,19 +69,13 @@ class StatedFormat(Stored):
 
 
 class StatedData(Stored):
-    """What a process stated about its data.
+    """What a process stated about its data."""
 
-    Args:
-        data_digest: salted digest of the data.
-        modalities: the modalities that it uses.
-        items: numbers of items by split; splits without items are left out.
-        format: labels and model inputs; with ``partition.kind own`` only.
-    """
-
-    data_digest: Digest
-    modalities: Modalities
+    data_digest: Digest  # salted digest of the data
+    modalities: Modalities  # the modalities that it uses
+    # Numbers of items by split; splits without items are left out.
     items: dict[Literal["train", "val", "test", "public", "database"], ItemCounts]
-    format: StatedFormat | None = None
+    format: StatedFormat | None = None  # labels and model inputs; with ``partition.kind own`` only
 
     @classmethod
     def of(cls, stated: DataStatement, held: DataFormat | None = None) -> StatedData:
@@ -110,18 +104,12 @@ def _counts(row: list[int]) -> ItemCounts:
 
 
 class AgreementRecord(Stored):
-    """``agreement.json``.
+    """``agreement.json``."""
 
-    Args:
-        run: the run's id, the salt of the digests.
-        stated: statements by process.
-        agreed: what the silos agreed on; with ``partition.kind own`` only.
-        late: silos that stated their data after the agreement, in the order in which they were included.
-    """
-
-    run: str
-    stated: dict[str, StatedData]
-    agreed: StatedFormat | None = None
+    run: str  # the run's id, the salt of the digests
+    stated: dict[str, StatedData]  # statements by process
+    agreed: StatedFormat | None = None  # what the silos agreed on; with ``partition.kind own`` only
+    # Silos that stated their data after the agreement, in the order in which they were included.
     late: list[str] = Field(default_factory=list)
 
     @classmethod
@@ -148,17 +136,11 @@ _Plane = list[Annotated[list[float], Field(min_length=2, max_length=2)]]
 
 
 class ReportItem(Stored):
-    """An item of an example.
-
-    Args:
-        key: the item's name.
-        caption: a caption of it; empty if captions are not known as text.
-        image: a thumbnail; empty if there are no images.
-    """
+    """An item of an example."""
 
     key: str
-    caption: str = ""
-    image: Thumbnail = ""
+    caption: str = ""  # a caption of it; empty if captions are not known as text
+    image: Thumbnail = ""  # a thumbnail; empty if there are no images
 
 
 class ReportHit(ReportItem):
@@ -174,33 +156,20 @@ class ReportHit(ReportItem):
 
 
 class Example(Stored):
-    """A query with what the released model retrieves for it.
-
-    Args:
-        way: ``t2i`` or ``i2t``.
-        best: one of the best cases, otherwise one of the worst.
-        query: the query's item.
-        rank: rank of the right item, from 1.
-        hits: the first five results.
-    """
+    """A query with what the released model retrieves for it."""
 
     way: Literal["t2i", "i2t"]
-    best: bool
-    query: ReportItem
-    rank: int
-    hits: list[ReportHit]
+    best: bool  # one of the best cases, otherwise one of the worst
+    query: ReportItem  # the query's item
+    rank: int  # rank of the right item, from 1
+    hits: list[ReportHit]  # the first five results
 
 
 class Space(Stored):
-    """Held-out pairs in the plane of the two largest principal components.
+    """Held-out pairs in the plane of the two largest principal components."""
 
-    Args:
-        image: coordinates of the images.
-        text: coordinates of their first captions.
-    """
-
-    image: _Plane
-    text: _Plane
+    image: _Plane  # coordinates of the images
+    text: _Plane  # coordinates of their first captions
 
     @model_validator(mode="after")
     def _paired(self) -> Self:
@@ -210,26 +179,16 @@ class Space(Stored):
 
 
 class ReportData(Stored):
-    """Images, projections and holdings for a report.
+    """Images, projections and holdings for a report."""
 
-    Args:
-        format: format version of this file.
-        model_digest: digest of the model that was used.
-        items: number of held-out items in the gallery of the examples.
-        examples: queries with their results.
-        before: the space before training; None if it was not computed.
-        after: the space of the released model.
-        classes: names of the data's labels.
-        holdings: number of each silo's training items with each label, by silo.
-        notes: where the split comes from, what was not read, and what is probably unintended, a line each.
-    """
-
-    format: Literal[1] = 1
-    model_digest: Digest
-    items: int = 0
-    examples: list[Example] = Field(default_factory=list)
-    before: Space | None = None
-    after: Space | None = None
-    classes: list[str] = Field(default_factory=list)
+    format: Literal[1] = 1  # format version of this file
+    model_digest: Digest  # digest of the model that was used
+    items: int = 0  # number of held-out items in the gallery of the examples
+    examples: list[Example] = Field(default_factory=list)  # queries with their results
+    before: Space | None = None  # the space before training; None if it was not computed
+    after: Space | None = None  # the space of the released model
+    classes: list[str] = Field(default_factory=list)  # names of the data's labels
+    # Number of each silo's training items with each label, by silo.
     holdings: dict[str, list[int]] = Field(default_factory=dict)
+    # Where the split comes from, what was not read, and what is probably unintended, a line each.
     notes: list[str] = Field(default_factory=list)

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from fedmq.config.resolve import load
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import metric_of
@@ -31,8 +29,8 @@ from fedmq.runs.report import figures, run_report
 from fedmq.runs.report.html import Figure, render
 from fedmq.runs.report.logs import LogFacts, add_records, time_axis, timeline
 from fedmq.runs.result_limits import Gallery, gallery_of, gallery_of_status, meaningful
-from fedmq.runs.results import read_summary, with_own_figures
-from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine
+from fedmq.runs.results import new_metrics, read_summary, with_own_figures
+from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.regular_files import AppendedLines, read_regular
 from fedmq.storage.run_folder import RunFolder
@@ -77,22 +75,18 @@ class GrowingRun:
     captions: Mapping[str, ReportedValue]
     lines: list[MetricsLine] = field(default_factory=list)
     facts: LogFacts = field(default_factory=LogFacts)
-    _read: dict[Path, AppendedLines] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._metrics = AppendedLines(self.folder.metrics)
+        self._log = AppendedLines(self.folder.messages(COORDINATOR))
 
     def update(self) -> bool:
         """Read new records; returns whether there were any."""
-        metrics, cut = self._new(self.folder.metrics)
-        if cut:
-            self.lines.clear()
-        for line in metrics:
-            with contextlib.suppress(ValidationError):
-                self.lines.append(AnyMetricsLine.model_validate_json(line).root)
-        records, _ = self._new(self.folder.messages(COORDINATOR))
+        metrics, cut = new_metrics(self._metrics)
+        self.lines = [*([] if cut else self.lines), *metrics]
+        records, _ = self._log.new()
         add_records(self.facts, records)
         return bool(metrics or records)
-
-    def _new(self, path: Path) -> tuple[list[bytes], bool]:
-        return self._read.setdefault(path, AppendedLines(path)).new()
 
     def figures(self) -> list[Figure]:
         """The charts of the records so far, as the report draws them."""
@@ -210,29 +204,17 @@ async def _until_next_update(folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run on the board.
+    """A run on the board."""
 
-    Args:
-        name: path of its folder in the board's.
-        method: training method.
-        seed: seed of the run.
-        state: ``finished``, or what a run that is in progress or was stopped is doing.
-        round: number of merges.
-        metrics: value by name of a few metrics.
-        written: time of its last write, in seconds since the epoch.
-        data: name of the data set; ``own`` if each silo has its own.
-        gallery: the items that the metrics were measured on, in words; empty if unknown.
-    """
-
-    name: str
-    method: str
-    seed: int
-    state: str
-    round: int
-    metrics: dict[str, float]
-    written: float
-    data: str
-    gallery: str
+    name: str  # path of its folder in the board's
+    method: str  # training method
+    seed: int  # seed of the run
+    state: str  # ``finished``, or what a run that is in progress or was stopped is doing
+    round: int  # number of merges
+    metrics: dict[str, float]  # value by name of a few metrics
+    written: float  # time of its last write, in seconds since the epoch
+    data: str  # name of the data set; ``own`` if each silo has its own
+    gallery: str  # the items that the metrics were measured on, in words; empty if unknown
 
     @property
     def date(self) -> str:
@@ -338,12 +320,7 @@ def _app(pages: Mapping[str, Callable[[Any], Any]], token: str) -> Any:
 
 @contextlib.contextmanager
 def serving(app: Any, port: int, token: str) -> Iterator[str]:
-    """Serve an application in a thread while the block runs.
-
-    Args:
-        app: a Starlette application.
-        port: port on 127.0.0.1; 0 chooses a free one.
-        token: the application's token, for the address.
+    """Serve a Starlette application on 127.0.0.1 in a thread while the block runs; port 0 takes a free one.
 
     Yields:
         The address to open.

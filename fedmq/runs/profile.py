@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from fedmq.packages import __version__
 from fedmq.profiling import COMMAND, PARTY, PHASES
-from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder, write_bytes, write_text
+from fedmq.text import as_csv
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 #: The time of a party that belongs to no phase.
@@ -119,18 +119,14 @@ def stretches(threads: Sequence[ThreadSpans]) -> Iterator[Stretch]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a run went.
+    """Where the time of a run went."""
 
-    Args:
-        seconds: seconds by party and phase; a party's sum is the time for which it existed.
-        rounds: seconds of the rounds, from the first training to the last merge, by who was at work: the coordinator,
-            at least one silo, the evaluator, several of them, or no one.
-        merges: number of merges.
-    """
-
+    # Seconds by party and phase; a party's sum is the time for which it existed.
     seconds: Mapping[str, Mapping[str, float]]
+    # Seconds of the rounds, from the first training to the last merge, by who was at work: the coordinator, at least
+    # one silo, the evaluator, several of them, or no one.
     rounds: Mapping[tuple[str, ...], float]
-    merges: int
+    merges: int  # number of merges
 
     @classmethod
     def of(cls, threads: Sequence[ThreadSpans]) -> Profile:

@@ -90,11 +90,7 @@ class _Collector:
 
 
 def serve(port: int, latest: Callable[[], StatusFile | None]) -> Callable[[], None]:
-    """Serve the metrics at ``http://127.0.0.1:PORT/metrics``, in a separate thread.
-
-    Args:
-        port: a port of this machine; 0 for a free one.
-        latest: returns the latest status.
+    """Serve the metrics at ``http://127.0.0.1:PORT/metrics``, in a separate thread; port 0 takes a free one.
 
     Returns:
         A function that ends the service.

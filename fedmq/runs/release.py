@@ -52,41 +52,28 @@ class ReleaseConfig(Stored):
     """``model/config.json``: the configuration of a released model.
 
     It is enough to build the model without the training data.
-
-    Args:
-        backbone: the scenario's backbone section.
-        objective: the scenario's objective section.
-        protocol: the method.
-        dim: dimension of the embeddings.
-        layout_digest: SHA-256 (hex) of the parameters' layout.
-        layout: names of its entries, in the order that ``model.safetensors`` does not keep.
-        model_digest: digest of the parameters.
-        data_digest: digest of the prepared data's content.
-        released_with: digests of the payloads released with the model, by kind.
-        seed: seed of the run, from which random frozen weights are drawn.
-        inputs: shapes and dtypes of the model's inputs.
-        label_names: names of the data's labels, in the order of a classifier's outputs.
-        texts: ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
-        frozen: digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks``
-            is that of encoders that contain the adapters. Empty for features. With ``partition.kind own`` it is the
-            digest that the sites stated, :func:`fedmq.encoders.base.stated_digest`.
-        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
     """
 
-    backbone: dict[str, JsonValue]
-    objective: dict[str, JsonValue]
+    backbone: dict[str, JsonValue]  # the scenario's backbone section
+    objective: dict[str, JsonValue]  # the scenario's objective section
     protocol: str
-    dim: int
-    layout_digest: Digest
-    layout: list[str]
-    model_digest: Digest
-    data_digest: Digest | None = None
-    released_with: dict[str, Digest]
-    seed: int
-    inputs: ReleasedInputs
+    dim: int  # dimension of the embeddings
+    layout_digest: Digest  # SHA-256 (hex) of the parameters' layout
+    layout: list[str]  # names of its entries, in the order that ``model.safetensors`` does not keep
+    model_digest: Digest  # digest of the parameters
+    data_digest: Digest | None = None  # digest of the prepared data's content
+    released_with: dict[str, Digest]  # digests of the payloads released with the model, by kind
+    seed: int  # seed of the run, from which random frozen weights are drawn
+    inputs: ReleasedInputs  # shapes and dtypes of the model's inputs
+    # Names of the data's labels, in the order of a classifier's outputs.
     label_names: list[str] = Field(default_factory=list)
+    # ``sentences`` if captions are encoded from text, ``bag`` for bags of words, ``vectors`` for features.
     texts: Literal["sentences", "bag", "vectors"]
+    # Digest of the frozen encoder of each modality (``image``, ``text``), with its preprocessing; ``blocks`` is that of
+    # encoders that contain the adapters. Empty for features. With ``partition.kind own`` it is the digest that the
+    # sites stated, :func:`fedmq.encoders.base.stated_digest`.
     frozen: dict[str, str] = Field(default_factory=dict)
+    # The shared model is not fully trained, so that retrieval needs a silo's personal model.
     personal_only: bool = False
 
 
@@ -121,11 +108,7 @@ def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[An
 
 
 def beside(path: Path, kind: str) -> Payload:
-    """Read a payload that was released with a model.
-
-    Args:
-        path: the file.
-        kind: kind of the payload, a key of :data:`BESIDE`.
+    """Read a payload that was released with a model, of a kind in :data:`BESIDE`.
 
     Raises:
         InputError: the file is damaged or has other content.
@@ -165,21 +148,14 @@ _MAX_FILES = 1000
 
 
 class Signature(Stored):
-    """``signature.json``.
+    """``signature.json``."""
 
-    Args:
-        format: format of the file.
-        signer: name of the key.
-        key: public Ed25519 key (hex).
-        files: SHA-256 (hex) of each file, by its path in the folder.
-        signature: Ed25519 signature (hex).
-    """
-
-    format: Literal[1]
+    format: Literal[1]  # format of the file
     signer: Annotated[str, Field(min_length=1, max_length=64)]
-    key: Digest
+    key: Digest  # public Ed25519 key (hex)
+    # SHA-256 (hex) of each file, by its path in the folder.
     files: Annotated[dict[str, Digest], Field(max_length=_MAX_FILES)]
-    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]  # Ed25519 signature (hex)
 
 
 @dataclass(frozen=True)
@@ -194,10 +170,6 @@ class Verified:
 
 def sign_model(folder: Path, identity: Identity) -> Signature:
     """Sign a model's folder and write ``signature.json`` into it; an older signature is replaced.
-
-    Args:
-        folder: with ``config.json`` and ``model.safetensors``.
-        identity: name and private key of the signer.
 
     Raises:
         InputError: it is not a model's folder, or holds something other than regular files.
@@ -239,15 +211,12 @@ def verify_model(folder: Path) -> Verified:
     except (InvalidSignature, ValueError):
         raise InputError(str(path), "a signature that does not fit its list of files", _SIGNED_BY) from None
     digests = _digests(folder)
-    differences = []
-    for name in sorted(made.files.keys() | digests.keys()):
-        if name not in digests:
-            differences.append(f"{name}: missing")
-        elif name not in made.files:
-            differences.append(f"{name}: not signed")
-        elif digests[name] != made.files[name]:
-            differences.append(f"{name}: changed since it was signed")
-    return Verified(made.signer, key, len(made.files), tuple(differences))
+    differences = tuple(
+        f"{name}: {'missing' if now is None else 'not signed' if then is None else 'changed since it was signed'}"
+        for name in sorted(made.files.keys() | digests.keys())
+        if (now := digests.get(name)) != (then := made.files.get(name))
+    )
+    return Verified(made.signer, key, len(made.files), differences)
 
 
 def _signed(signer: str, files: Mapping[str, str]) -> bytes:

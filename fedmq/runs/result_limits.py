@@ -21,19 +21,13 @@ _RECALL = re.compile(r"(?P<way>i2t|t2i|mean)_r(?P<k>\d+)")
 
 @dataclass(frozen=True)
 class Gallery:
-    """The items that queries retrieve from.
+    """The items that queries retrieve from."""
 
-    Args:
-        items: what was evaluated, in words, e.g. ``5 test images, 5 captions``.
-        images: number of images.
-        captions: number of captions; None if unknown, then there is at least one for each image.
-        queries: queries of the direction with fewer of them; those of all silos together where each has its own
-            gallery. None if they are the items of the gallery.
-    """
-
-    items: str
-    images: int
-    captions: int | None = None
+    items: str  # what was evaluated, in words, e.g. ``5 test images, 5 captions``
+    images: int  # number of images
+    captions: int | None = None  # number of captions; None if unknown, then there is at least one for each image
+    # Queries of the direction with fewer of them; those of all silos together where each has its own gallery. None if
+    # they are the items of the gallery.
     queries: int | None = None
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
+
+from pydantic import ValidationError
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
@@ -25,7 +29,7 @@ from fedmq.runs.run_records import (
     SiloSummary,
 )
 from fedmq.storage.json_files import read_json, read_lines
-from fedmq.storage.regular_files import open_regular
+from fedmq.storage.regular_files import AppendedLines, open_regular
 from fedmq.storage.run_folder import RunFolder, append_line
 
 _FINISHED = "the folder of a finished run"
@@ -52,15 +56,18 @@ def read_metrics(folder: RunFolder) -> list[MetricsLine]:
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
 
 
+def new_metrics(appended: AppendedLines) -> tuple[list[MetricsLine], bool]:
+    """The valid lines that a run has appended to ``metrics.jsonl``, and whether the file was cut before."""
+    lines, (texts, cut) = list[MetricsLine](), appended.new()
+    for text in texts:
+        with contextlib.suppress(ValidationError):
+            lines.append(AnyMetricsLine.model_validate_json(text).root)
+    return lines, cut
+
+
 @span("disk")
 def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durable: bool = False) -> None:
-    """Append a line to ``metrics.jsonl``, with the real date and time.
-
-    Args:
-        folder: the run folder.
-        line: a merge or an evaluation.
-        clock: clock of the run.
-        durable: also wait until the line is on disk.
+    """Append a line to ``metrics.jsonl``, with the real date and time; if ``durable``, wait until it is on disk.
 
     Raises:
         InputError: the file cannot be written.
@@ -109,44 +116,24 @@ def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ..
     return {name: found for name, found in values.items() if len(set(found)) > 1}
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """One evaluation of a run.
-
-    Args:
-        version: version of the model, the number of merges before it.
-        now: the run's time of that version [s].
-        metrics: value by name, on the whole split; without an evaluator on the silos' own held-out items.
-        fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        per_silo_mean: mean over silos by metric, each silo on its part of the split.
-    """
+class Evaluated(NamedTuple):
+    """What was measured of one version: its number, the run's time [s], and figures by the keys of the summary."""
 
     version: int
     now: float
-    metrics: Mapping[str, float]
-    fairness: Mapping[str, float]
-    per_silo_mean: Mapping[str, float]
+    figures: Mapping[str, object]  # metrics, fairness, per_silo_mean; and those of personal models
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run.
-
-    Args:
-        folder: the run folder.
-        summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
-        evaluations: evaluations in order of versions.
-        personal: evaluations of the personal models in order of versions, each with the run's time of its version [s].
-        custom_metrics: entries of the user-defined metrics that it measured.
-        gallery: the gallery of its queries; None if unknown.
-    """
+    """A finished run."""
 
     folder: RunFolder
-    summary: RunSummary | None
-    evaluations: tuple[EvaluationResult, ...]
-    personal: tuple[tuple[float, PersonalLine], ...] = ()
-    custom_metrics: tuple[Metric, ...] = ()
-    gallery: Gallery | None = None
+    summary: RunSummary | None  # its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation
+    # What was measured, in order of versions; without an evaluator on the silos' own held-out items.
+    evaluations: tuple[Evaluated, ...]
+    custom_metrics: tuple[Metric, ...] = ()  # entries of the user-defined metrics that it measured
+    gallery: Gallery | None = None  # the gallery of its queries; None if unknown
 
     def shows(self, metric: str) -> bool:
         """Whether a metric says something about the model: no recall that every model reaches in so small a gallery."""
@@ -155,36 +142,25 @@ class FinishedRun:
     @cached_property
     def figures(self) -> Mapping[str, object]:
         """Its results, by the keys of the summary."""
-        if self.summary is not None:
-            return with_own_figures(self.summary).plain()
-        first = self.evaluations[0]
-        return {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
+        return self.evaluations[0].figures if self.summary is None else with_own_figures(self.summary).plain()
 
     def value(self, metric: str) -> float | None:
         """A metric by name, such as ``mean_r1``, or a summary value by path, such as ``fairness.worst_r1``.
 
         Counts by kind (``bytes.up``) are summed. None if the run has no such number.
         """
-        return _number(self.figures if "." in metric else self.figures["metrics"], metric)
+        return _number(self.figures, metric)
 
     def course(self, metric: str) -> tuple[tuple[int, float, float], ...]:
-        """A metric over the run: version, the run's time [s] and value of each evaluation.
-
-        Available are ``metrics``, ``fairness.*``, ``per_silo_mean.*`` and, for personal models, ``personal*``.
-        """
-        part, _, name = metric.partition(".")
-        points: list[tuple[int, float, float | None]]
-        if metric.startswith("personal"):
-            points = [(line.version, now, _number(line.plain(), metric)) for now, line in self.personal]
-        elif part in ("fairness", "per_silo_mean"):
-            points = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
-        else:
-            points = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
+        """A metric over the run: version, the run's time [s] and value of each evaluation that has it."""
+        points = ((each.version, each.now, _number(each.figures, metric)) for each in self.evaluations)
         return tuple((version, now, value) for version, now, value in points if value is not None)
 
     def untrained(self) -> FinishedRun:
         """The same run at version 0: the frozen encoders with the initial parameters."""
-        return FinishedRun(self.folder, None, self.evaluations[:1], (), self.custom_metrics, self.gallery)
+        first = next(each for each in self.evaluations if "metrics" in each.figures)
+        shared = {key: value for key, value in first.figures.items() if not key.startswith("personal")}
+        return replace(self, summary=None, evaluations=(first._replace(figures=shared),))
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -193,10 +169,10 @@ class FinishedRun:
         return next(reached, None)
 
 
-def _number(figures: object, metric: str) -> float | None:
-    """The number at a path such as ``fairness.worst_r1``, counts by kind summed; None if there is no such number."""
-    value = figures
-    for part in metric.split("."):
+def _number(figures: Mapping[str, object], metric: str) -> float | None:
+    """A metric, or the number at a path such as ``fairness.worst_r1``, counts by kind summed; None without one."""
+    value: object = figures
+    for part in metric.split(".") if "." in metric else ("metrics", metric):
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and value and all(isinstance(count, int) for count in value.values()):
         value = sum(value.values())
@@ -224,30 +200,30 @@ def read(folder: RunFolder) -> FinishedRun:
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
-    evaluations, personal = dict[int, EvaluationResult](), dict[int, tuple[float, PersonalLine]]()
-    for line in (*shared_evaluations(lines), *(line for line in lines if not isinstance(line, EvaluationLine))):
-        version = line.version
-        if version not in times:
-            article = "an evaluation" if isinstance(line, EvaluationLine) else "a measurement"
-            raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a merged version")
-        if isinstance(line, EvaluationLine):
-            mean = means(line.per_silo) if line.per_silo else {}
-            fairness = fairness_of(line.per_silo)
-            evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness, mean)
-        elif isinstance(line, PersonalLine):
-            personal[version] = times[version], line
-    if not evaluations:
+    if unknown := [line.version for line in lines if line.version not in times]:
+        raise InputError(str(folder.metrics), f"an evaluation of version {unknown[0]}", "one of a merged version")
+    shared = {
+        line.version: {
+            "metrics": line.metrics,
+            "fairness": fairness_of(line.per_silo),
+            "per_silo_mean": means(line.per_silo) if line.per_silo else {},
+        }
+        for line in shared_evaluations(lines)
+    }
+    if not shared:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
-    ordered = tuple(evaluations[version] for version in sorted(evaluations))
-    measured = tuple(personal[version] for version in sorted(personal))
-    custom = tuple(summary.custom_metrics.values())
-    return FinishedRun(folder, summary, ordered, measured, custom, gallery_of(summary))
+    personal = {line.version: line.plain() for line in lines if isinstance(line, PersonalLine)}
+    evaluations = tuple(
+        Evaluated(version, times[version], {**shared.get(version, {}), **personal.get(version, {})})
+        for version in sorted(shared.keys() | personal.keys())
+    )
+    return FinishedRun(folder, summary, evaluations, tuple(summary.custom_metrics.values()), gallery_of(summary))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     """The error for a metric that no run has; it lists the metrics of one run."""
-    last = outcome.evaluations[-1] if outcome.summary is None else outcome.summary
-    known = ", ".join((*last.metrics, *(f"fairness.{name}" for name in last.fairness)))
+    parts = (("", outcome.figures["metrics"]), ("fairness.", outcome.figures["fairness"]))
+    known = ", ".join(f"{prefix}{name}" for prefix, names in parts if isinstance(names, Mapping) for name in names)
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and similar paths")
 
 
@@ -268,11 +244,7 @@ _COMPLETED_LATER = {"seconds", "processes"}
 
 
 def result_digest(folder: RunFolder, name: str) -> str:
-    """SHA-256 (hex) of a file, of the summary without real times and memory.
-
-    Args:
-        folder: the run folder.
-        name: one of ``FILES``, or ``SUMMARY``.
+    """SHA-256 (hex) of a file of :data:`FILES`, or of the summary without real times and memory.
 
     Raises:
         InputError: it cannot be read.

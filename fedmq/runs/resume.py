@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,6 @@ def check(
     folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool, extend: bool = False
 ) -> None:
     """Check that a run folder is of a run of a scenario: unfinished, not evaluated at its end, or to be extended.
-
-    Args:
-        folder: the run folder.
-        before: its scenario, as resolved.
-        scenario: the scenario to resume with, as resolved.
-        place: the option that names the folder, for the error.
-        inline: whether silos are to run inside the coordinator, without messages.
-        extend: whether the run is to be extended by further rounds, for which it may be finished.
 
     Raises:
         InputError: the folder belongs to another scenario (the error names the differing keys), the run is finished, or
@@ -91,11 +84,6 @@ def extended(scenario: Scenario, rounds: int, path: Path) -> Scenario:
     final learning rate. So an extended run gives the model of a run with all rounds and the same
     ``training.schedule_rounds`` from the start.
 
-    Args:
-        scenario: the resolved scenario.
-        rounds: number of further rounds.
-        path: the scenario's file, for error messages.
-
     Raises:
         InputError: the scenario does not allow further rounds, e.g. because their learning rate would be 0.
     """
@@ -118,10 +106,6 @@ def begin_extension(folder: RunFolder, scenario: Scenario) -> None:
     """Write an extended scenario into its run folder; the summary until now is kept as ``summary-ROUNDS.json``.
 
     The coordinator's message log gets a note, before anything changes.
-
-    Args:
-        folder: the run folder.
-        scenario: from :func:`extended`.
 
     Raises:
         InputError: the folder cannot be written.
@@ -148,10 +132,7 @@ class Pruning:
 def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
     """Find what can be removed.
 
-    Args:
-        folder: the run folder.
-        personalised: whether silos have personal models, for which ``fedmq search --silo`` needs the last checkpoint
-            and each silo's newest personal state.
+    For personal models, ``fedmq search --silo`` needs the last checkpoint and each silo's newest personal state.
 
     Raises:
         InputError: the run is not finished, so that it needs its checkpoints.
@@ -171,14 +152,11 @@ def plan_pruning(folder: RunFolder, *, personalised: bool) -> Pruning:
 
 def _freed(paths: list[Path]) -> int:
     """Bytes of files, each counted once and only if all of its hard links are removed."""
-    links: dict[tuple[int, int], list[int]] = {}
-    for path in paths:
-        for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-            if file.is_file() and not file.is_symlink():
-                stat = file.stat()
-                size, wanted, seen = links.setdefault((stat.st_dev, stat.st_ino), [stat.st_size, stat.st_nlink, 0])
-                links[stat.st_dev, stat.st_ino] = [size, wanted, seen + 1]
-    return sum(size for size, wanted, seen in links.values() if seen == wanted)
+    found = [file for path in paths for file in (path, *path.rglob("*")) if file.is_file() and not file.is_symlink()]
+    stats = [file.stat() for file in found]
+    removed = Counter((stat.st_dev, stat.st_ino) for stat in stats)
+    gone = {key: stat.st_size for stat in stats if removed[key := (stat.st_dev, stat.st_ino)] == stat.st_nlink}
+    return sum(gone.values())
 
 
 def prune(folder: RunFolder, pruning: Pruning) -> None:

@@ -70,65 +70,13 @@ _Version = Annotated[int, Field(ge=0)]
 _HARDLY = 1e-5
 
 
-class SiloSummary(Stored):
-    """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
-
-    Without an evaluator there are none; ``own_heldout`` then has the metrics on the silos' own held-out items.
-
-    Args:
-        modalities: modalities of its items; empty of a silo that never stated its data, as a run with
-            ``participation.minimum`` does without it.
-        samples: number of training items.
-        participations: number of its replies that were merged.
-        tasks: number of tasks that it was given.
-        data_digest: salted digest of its data, as it stated it.
-        items: numbers of its items by split and modalities, as it stated them.
-        heldout: number of its items of the evaluated split, which are the queries of its metrics.
-        image_only: among these items, those with an image only, in a silo with both modalities.
-        text_only: likewise with captions only.
-        ignored: among the training items, those that the method does not train on: without a pair, or a single pair
-            that has no other to be contrasted with.
-    """
+class _WithFigures(Stored):
+    """A record whose further keys are metrics."""
 
     __pydantic_extra__: dict[str, Finite] = Field(init=False)
 
-    modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
-    samples: int
-    participations: int
-    tasks: int
-    data_digest: Digest | None = None
-    items: dict[str, ItemCounts] = Field(default_factory=dict)
-    heldout: int
-    image_only: int = 0
-    text_only: int = 0
-    ignored: int = 0
-
     @model_validator(mode="after")
-    def _has_headline(self) -> SiloSummary:
-        if self.figures and HEADLINE not in self.figures:
-            raise ValueError(f"{HEADLINE} is missing")
-        check_bounds(self.figures)
-        return self
-
-    @property
-    def figures(self) -> Figures:
-        """Metric name to value, ``mean_r1`` among them; empty without an evaluator."""
-        return self.__pydantic_extra__
-
-
-class OwnSiloFigures(Stored):
-    """Evaluation of the shared model by a silo on its own held-out items; all further keys are metrics.
-
-    Args:
-        items: number of these items that have both modalities.
-    """
-
-    __pydantic_extra__: dict[str, Finite] = Field(init=False)
-
-    items: int
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> OwnSiloFigures:
+    def _within_bounds(self) -> Self:
         check_bounds(self.figures)
         return self
 
@@ -138,102 +86,96 @@ class OwnSiloFigures(Stored):
         return self.__pydantic_extra__
 
 
-class OwnHeldOut(Stored):
-    """Evaluation of the shared model by the silos, each on its own held-out items.
+class SiloSummary(_WithFigures):
+    """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
-    Args:
-        items: number of held-out pairs of all silos.
-        metrics: means over silos, weighted by their items; metrics that every silo has.
-        per_silo: metrics by silo.
-        per_silo_mean: unweighted means over silos.
-        fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        missing: why a silo with held-out pairs has no metrics, by silo.
+    Without an evaluator there are none; ``own_heldout`` then has the metrics on the silos' own held-out items.
     """
 
-    items: int
-    metrics: Figures
-    per_silo: dict[str, OwnSiloFigures]
-    per_silo_mean: Figures
-    fairness: Figures
-    missing: dict[str, str] = Field(default_factory=dict)
+    # Modalities of its items; empty of a silo that never stated its data, as a run with ``participation.minimum`` does
+    # without it.
+    modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
+    samples: int  # number of training items
+    participations: int  # number of its replies that were merged
+    tasks: int  # number of tasks that it was given
+    data_digest: Digest | None = None  # salted digest of its data, as it stated it
+    # Numbers of its items by split and modalities, as it stated them.
+    items: dict[str, ItemCounts] = Field(default_factory=dict)
+    heldout: int  # number of its items of the evaluated split, which are the queries of its metrics
+    image_only: int = 0  # among these items, those with an image only, in a silo with both modalities
+    text_only: int = 0  # likewise with captions only
+    # Among the training items, those that the method does not train on: without a pair, or a single pair that has no
+    # other to be contrasted with.
+    ignored: int = 0
+
+    @model_validator(mode="after")
+    def _has_headline(self) -> SiloSummary:
+        if self.figures and HEADLINE not in self.figures:
+            raise ValueError(f"{HEADLINE} is missing")
+        return self
+
+
+class OwnSiloFigures(_WithFigures):
+    """Evaluation of the shared model by a silo on its own held-out items; all further keys are metrics."""
+
+    items: int  # number of these items that have both modalities
+
+
+class OwnHeldOut(Stored):
+    """Evaluation of the shared model by the silos, each on its own held-out items."""
+
+    items: int  # number of held-out pairs of all silos
+    metrics: Figures  # means over silos, weighted by their items; metrics that every silo has
+    per_silo: dict[str, OwnSiloFigures]  # metrics by silo
+    per_silo_mean: Figures  # unweighted means over silos
+    fairness: Figures  # ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos
+    missing: dict[str, str] = Field(default_factory=dict)  # why a silo with held-out pairs has no metrics, by silo
 
 
 class EvaluatedItems(Stored):
-    """The items on which the evaluator evaluates the shared model.
+    """The items on which the evaluator evaluates the shared model."""
 
-    Args:
-        split: split of the data.
-        images: number of items, each with an image; the gallery of text-to-image retrieval.
-        captions: number of their captions, the gallery of image-to-text retrieval; None if only the evaluator knows it.
-    """
-
-    split: str
-    images: int
+    split: str  # split of the data
+    images: int  # number of items, each with an image; the gallery of text-to-image retrieval
+    # Number of their captions, the gallery of image-to-text retrieval; None if only the evaluator knows it.
     captions: int | None = None
 
 
 class Traffic(Stored):
-    """Size of the payload tensors [bytes], by payload kind.
+    """Size of the payload tensors [bytes], by payload kind."""
 
-    Args:
-        up: sent by the silos.
-        down: sent to them.
-        decoded_up: once decoded, of the kinds in ``up`` that were sent compressed; empty without compression.
-        decoded_down: the same of ``down``.
-    """
-
-    up: dict[str, int]
-    down: dict[str, int]
+    up: dict[str, int]  # sent by the silos
+    down: dict[str, int]  # sent to them
+    # Once decoded, of the kinds in ``up`` that were sent compressed; empty without compression.
     decoded_up: dict[str, int] = Field(default_factory=dict)
-    decoded_down: dict[str, int] = Field(default_factory=dict)
+    decoded_down: dict[str, int] = Field(default_factory=dict)  # the same of ``down``
 
 
 class MessageCounts(Stored):
-    """Counts of the coordinator's messages.
+    """Counts of the coordinator's messages."""
 
-    Args:
-        sent: messages it sent.
-        received: messages it received.
-        refused: frames it refused.
-        logged: whether messages were exchanged and logged; not with ``launcher: inline``.
-    """
-
-    sent: int = 0
-    received: int = 0
-    refused: int = 0
-    logged: bool = True
+    sent: int = 0  # messages it sent
+    received: int = 0  # messages it received
+    refused: int = 0  # frames it refused
+    logged: bool = True  # whether messages were exchanged and logged; not with ``launcher: inline``
 
 
 class TaskCounts(Stored):
-    """Counts of tasks by outcome.
+    """Counts of tasks by outcome."""
 
-    Args:
-        merged: the reply was merged.
-        failed: there was no usable reply.
-        discarded: the reply arrived but was not merged.
-    """
-
-    merged: int = 0
-    failed: int = 0
-    discarded: int = 0
+    merged: int = 0  # the reply was merged
+    failed: int = 0  # there was no usable reply
+    discarded: int = 0  # the reply arrived but was not merged
 
 
 class UnusableReplies(Stored):
-    """Tasks of a silo whose reply could not be merged.
+    """Tasks of a silo whose reply could not be merged."""
 
-    Args:
-        refused: the coordinator refused the reply.
-        scripted: it refused the reply of an attack that the scenario scripts.
-        errors: the silo reported an error instead of a reply.
-        diverged: those among the refused replies and the errors that say that training diverged.
-        last: why, of the last one.
-    """
-
-    refused: int = 0
-    scripted: int = 0
-    errors: int = 0
-    diverged: int = 0
-    last: str = ""
+    refused: int = 0  # the coordinator refused the reply
+    scripted: int = 0  # it refused the reply of an attack that the scenario scripts
+    errors: int = 0  # the silo reported an error instead of a reply
+    diverged: int = 0  # those among the refused replies and the errors that say that training diverged
+    last: str = ""  # why, of the last one
 
     @property
     def total(self) -> int:
@@ -260,19 +202,12 @@ class Processes(Stored):
 
 
 class BestVersion(Stored):
-    """The version with the highest value of a metric on the validation split.
+    """The version with the highest value of a metric on the validation split."""
 
-    Args:
-        version: number of merges.
-        metric: name of the metric.
-        value: its value.
-        model_digest: digest (hex) of the version's parameters.
-    """
-
-    version: int
+    version: int  # number of merges
     metric: str
     value: Finite
-    model_digest: Digest
+    model_digest: Digest  # digest (hex) of the version's parameters
 
 
 #: Width of a screen [characters].
@@ -280,85 +215,58 @@ _SCREEN = 100
 
 
 class RunSummary(Stored):
-    """``summary.json`` of a finished run.
-
-    Args:
-        protocol: the method.
-        scenario: its name.
-        seed: seed of the run.
-        rounds: requested by the scenario.
-        versions: number of merges.
-        model_digest: SHA-256 (hex) of the released model.
-        data_digest: digest of the prepared data's content.
-        released_with: digests of the payloads released with the model, by kind.
-        change: L2 norm of the difference of the shared model from the initial one, as a fraction of the initial one's
-            norm; None for a method that shares no model.
-        metrics: last evaluation of the shared model, on the whole split; empty without an evaluator.
-        own_heldout: last evaluation of the shared model by the silos; None if they do not evaluate it.
-        per_silo: facts and metrics of each silo.
-        per_silo_mean: mean over silos of each metric, each silo on its part of the split.
-        fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        personal: means over silos of the personal models' metrics on the whole split.
-        personal_whole_split: the same by silo.
-        personal_per_silo: metrics of each silo's personal model on the silo's part of the split.
-        personal_per_silo_mean: means of these over silos.
-        personal_fairness: as ``fairness``, of the personal models.
-        personal_missing: why personal models were not evaluated, by silo.
-        custom_metrics: entries of the user-defined metrics that were measured, by name.
-        unmeasured: user-defined metrics without a value in the last evaluations, and on whose items, by name.
-        our_reading: the method fills in details that its paper leaves open.
-        personal_only: the method does not train the shared model as a whole.
-        public_items: size of the public set; None for a method without one.
-        best: the best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
-        stopped_early: the run ended before its last round, by ``evaluation.patience``.
-        evaluated: items on which the evaluator's metrics are computed; None without an evaluator.
-        unevaluated: versions that the evaluator was to evaluate, and did not answer within the limit.
-        heldout_without_pair: number of items of the evaluated split that lack a modality and were not evaluated.
-        bytes: traffic by payload kind.
-        messages: counts of the coordinator's messages.
-        tasks: counts of tasks by outcome.
-        unusable_replies: refused replies and reported errors, by silo; only silos that had one.
-        seconds: time by phase.
-        processes: number of silos, and memory.
-        versions_of: versions of fedmq, torch and Python, and the processor, on which the last bits of weights depend.
-    """
+    """``summary.json`` of a finished run."""
 
     protocol: str
     scenario: str
-    seed: int
-    rounds: int
-    versions: int
-    model_digest: Digest
-    data_digest: Digest | None = None
+    seed: int  # seed of the run
+    rounds: int  # requested by the scenario
+    versions: int  # number of merges
+    model_digest: Digest  # SHA-256 (hex) of the released model
+    data_digest: Digest | None = None  # digest of the prepared data's content
+    # Digests of the payloads released with the model, by kind.
     released_with: dict[str, Digest] = Field(default_factory=dict)
+    # L2 norm of the difference of the shared model from the initial one, as a fraction of the initial one's norm; None
+    # for a method that shares no model.
     change: Amount | None = None
-    metrics: Figures
+    metrics: Figures  # last evaluation of the shared model, on the whole split; empty without an evaluator
+    # Last evaluation of the shared model by the silos; None if they do not evaluate it.
     own_heldout: OwnHeldOut | None = None
-    per_silo: dict[str, SiloSummary]
+    per_silo: dict[str, SiloSummary]  # facts and metrics of each silo
+    # Mean over silos of each metric, each silo on its part of the split.
     per_silo_mean: Figures = Field(default_factory=dict)
-    fairness: Figures
+    fairness: Figures  # ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos
+    # Means over silos of the personal models' metrics on the whole split.
     personal: Figures = Field(default_factory=dict)
-    personal_whole_split: BySilo = Field(default_factory=dict)
+    personal_whole_split: BySilo = Field(default_factory=dict)  # the same by silo
+    # Metrics of each silo's personal model on the silo's part of the split.
     personal_per_silo: BySilo = Field(default_factory=dict)
-    personal_per_silo_mean: Figures = Field(default_factory=dict)
-    personal_fairness: Figures = Field(default_factory=dict)
-    personal_missing: dict[str, str] = Field(default_factory=dict)
+    personal_per_silo_mean: Figures = Field(default_factory=dict)  # means of these over silos
+    personal_fairness: Figures = Field(default_factory=dict)  # as ``fairness``, of the personal models
+    personal_missing: dict[str, str] = Field(default_factory=dict)  # why personal models were not evaluated, by silo
+    # Entries of the user-defined metrics that were measured, by name.
     custom_metrics: dict[str, MetricEntry] = Field(default_factory=dict)
+    # User-defined metrics without a value in the last evaluations, and on whose items, by name.
     unmeasured: dict[str, list[str]] = Field(default_factory=dict)
-    our_reading: bool = False
-    personal_only: bool = False
-    public_items: int | None = None
+    our_reading: bool = False  # the method fills in details that its paper leaves open
+    personal_only: bool = False  # the method does not train the shared model as a whole
+    public_items: int | None = None  # size of the public set; None for a method without one
+    # The best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
     best: BestVersion | None = None
-    stopped_early: bool = False
+    stopped_early: bool = False  # the run ended before its last round, by ``evaluation.patience``
+    # Items on which the evaluator's metrics are computed; None without an evaluator.
     evaluated: EvaluatedItems | None = None
+    # Versions that the evaluator was to evaluate, and did not answer within the limit.
     unevaluated: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    heldout_without_pair: int = 0
-    bytes: Traffic
-    messages: MessageCounts = Field(default_factory=MessageCounts)
-    tasks: TaskCounts = Field(default_factory=TaskCounts)
+    heldout_without_pair: int = 0  # number of items of the evaluated split that lack a modality and were not evaluated
+    bytes: Traffic  # traffic by payload kind
+    messages: MessageCounts = Field(default_factory=MessageCounts)  # counts of the coordinator's messages
+    tasks: TaskCounts = Field(default_factory=TaskCounts)  # counts of tasks by outcome
+    # Refused replies and reported errors, by silo; only silos that had one.
     unusable_replies: dict[str, UnusableReplies] = Field(default_factory=dict)
-    seconds: Seconds
-    processes: Processes
+    seconds: Seconds  # time by phase
+    processes: Processes  # number of silos, and memory
+    # Versions of fedmq, torch and Python, and the processor, on which the last bits of weights depend.
     versions_of: dict[str, str]
 
     def __repr__(self) -> str:
@@ -393,26 +301,19 @@ class RunSummary(Stored):
 
 
 class MergeLine(Stored):
-    """A line of ``metrics.jsonl`` for a merge; all further keys are values that the method reports of the merge.
-
-    Args:
-        kind: ``merge``.
-        version: version of the merged model.
-        now: the run's time of the merge [s].
-        replies: names of the silos whose replies were merged, one for each reply.
-        staleness: for each reply, the number of merges since the model it was trained from.
-        loss: mean training loss of the silos that had something to train on; None if no silo reported a loss.
-        losses: training loss by silo; exactly 0 of a silo that had nothing to train on in that round.
-        wall: real date and time of the line, ISO 8601; :func:`fedmq.runs.results.append_metrics` sets it.
-    """
+    """A line of ``metrics.jsonl`` for a merge; all further keys are values that the method reports of the merge."""
 
     kind: Literal["merge"]
-    version: _Version
-    now: Amount
-    replies: list[str]
+    version: _Version  # version of the merged model
+    now: Amount  # the run's time of the merge [s]
+    replies: list[str]  # names of the silos whose replies were merged, one for each reply
+    # For each reply, the number of merges since the model it was trained from.
     staleness: list[Annotated[int, Field(ge=0)]]
+    # Mean training loss of the silos that had something to train on; None if no silo reported a loss.
     loss: Finite | None = None
+    # Training loss by silo; exactly 0 of a silo that had nothing to train on in that round.
     losses: dict[str, Finite] = Field(default_factory=dict)
+    # Real date and time of the line, ISO 8601; :func:`fedmq.runs.results.append_metrics` sets it.
     wall: DateTime | None = None
 
     @model_validator(mode="after")
@@ -430,59 +331,34 @@ class MergeLine(Stored):
 
 
 class EvaluationLine(Stored):
-    """A line of ``metrics.jsonl`` for an evaluation of the shared model.
-
-    Args:
-        kind: ``evaluation``.
-        version: version of the model.
-        metrics: metrics on the whole split.
-        per_silo: metrics on each silo's part of the split.
-        wall: as for a merge.
-    """
+    """A line of ``metrics.jsonl`` for an evaluation of the shared model."""
 
     kind: Literal["evaluation"]
-    version: _Version
-    metrics: Figures
-    per_silo: BySilo
-    wall: DateTime | None = None
+    version: _Version  # version of the model
+    metrics: Figures  # metrics on the whole split
+    per_silo: BySilo  # metrics on each silo's part of the split
+    wall: DateTime | None = None  # as for a merge
 
 
 class OwnHeldOutLine(OwnHeldOut):
-    """A line of ``metrics.jsonl`` for an evaluation of the shared model by the silos; further fields as there.
-
-    Args:
-        kind: ``own_heldout``.
-        version: version of the model.
-        wall: as for a merge.
-    """
+    """A line of ``metrics.jsonl`` for an evaluation of the shared model by the silos; further fields as there."""
 
     kind: Literal["own_heldout"]
-    version: _Version
-    wall: DateTime | None = None
+    version: _Version  # version of the model
+    wall: DateTime | None = None  # as for a merge
 
 
 class PersonalLine(Stored):
-    """A line of ``metrics.jsonl`` for an evaluation of the personal models; the names are those of the summary.
-
-    Args:
-        kind: ``personal``.
-        version: version of the shared model at that time.
-        personal: means over silos on the whole split.
-        personal_whole_split: by silo, on the whole split.
-        personal_per_silo: by silo, on the silo's part of the split.
-        personal_per_silo_mean: means of these over silos.
-        personal_fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        wall: as for a merge.
-    """
+    """A line of ``metrics.jsonl`` for an evaluation of the personal models; the names are those of the summary."""
 
     kind: Literal["personal"]
-    version: _Version
-    personal: Figures
-    personal_whole_split: BySilo
-    personal_per_silo: BySilo
-    personal_per_silo_mean: Figures
-    personal_fairness: Figures
-    wall: DateTime | None = None
+    version: _Version  # version of the shared model at that time
+    personal: Figures  # means over silos on the whole split
+    personal_whole_split: BySilo  # by silo, on the whole split
+    personal_per_silo: BySilo  # by silo, on the silo's part of the split
+    personal_per_silo_mean: Figures  # means of these over silos
+    personal_fairness: Figures  # ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos
+    wall: DateTime | None = None  # as for a merge
 
 
 #: A line of ``metrics.jsonl``, discriminated by ``kind``.

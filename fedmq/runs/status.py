@@ -42,109 +42,68 @@ class SiloPhase(StrEnum):
 
 
 class SiloStatus(Stored):
-    """Status of a silo.
+    """Status of a silo."""
 
-    Args:
-        phase: what it is doing.
-        heard: date and time of its last message, UTC; None if there was none since the coordinator started.
-        task_seconds: real time since its pending task was sent [s]; None without a task at a connected silo.
-        limit: real time after which that task has failed [s]; None without a limit.
-        error: the last error that it reported, or the reason why its last task failed; empty if there was none since
-            the coordinator started, or after it has replied to a later task.
-        up: bytes of payload tensors received from it in the whole run.
-        down: bytes of payload tensors sent to it, likewise.
-    """
-
-    phase: SiloPhase = Field(strict=False)
+    phase: SiloPhase = Field(strict=False)  # what it is doing
+    # Date and time of its last message, UTC; None if there was none since the coordinator started.
     heard: DateTime | None = None
+    # Real time since its pending task was sent [s]; None without a task at a connected silo.
     task_seconds: Amount | None = None
-    limit: Amount | None = None
+    limit: Amount | None = None  # real time after which that task has failed [s]; None without a limit
+    # The last error that it reported, or the reason why its last task failed; empty if there was none since the
+    # coordinator started, or after it has replied to a later task.
     error: str = ""
-    up: Count = 0
-    down: Count = 0
+    up: Count = 0  # bytes of payload tensors received from it in the whole run
+    down: Count = 0  # bytes of payload tensors sent to it, likewise
 
 
 class Offer(Stored):
-    """The run that a coordinator offers to its silos.
+    """The run that a coordinator offers to its silos."""
 
-    Args:
-        scenario: the scenario as YAML, without keys that depend on the machine.
-        log: hash of the first record of the coordinator's log, by which runs of one scenario differ.
-    """
-
-    scenario: str
-    log: Digest
+    scenario: str  # the scenario as YAML, without keys that depend on the machine
+    log: Digest  # hash of the first record of the coordinator's log, by which runs of one scenario differ
 
 
 class CoordinatorFacts(Stored):
-    """What a coordinator's answer to an inquiry says about itself and the run's data; not in ``status.json``.
+    """What a coordinator's answer to an inquiry says about itself and the run's data; not in ``status.json``."""
 
-    Args:
-        versions: of fedmq, torch and Python.
-        format: the labels and model inputs on which the silos have agreed, or would agree now; None if the sender of
-            the inquiry is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit
-            together.
-        committed: whether they have agreed.
-        scenario: digests of the scenario's values; None if the sender is neither a silo nor the evaluator.
-        offer: likewise, the run for a silo that takes part in one run after the other.
-    """
-
-    versions: dict[str, str]
+    versions: dict[str, str]  # of fedmq, torch and Python
+    # The labels and model inputs on which the silos have agreed, or would agree now; None if the sender of the inquiry
+    # is neither a silo nor the evaluator, in a simulated partition, and while the data do not fit together.
     format: StatedFormat | None = None
-    committed: bool = False
+    committed: bool = False  # whether they have agreed
+    # Digests of the scenario's values; None if the sender is neither a silo nor the evaluator.
     scenario: KeyDigests | None = None
-    offer: Offer | None = None
+    offer: Offer | None = None  # likewise, the run for a silo that takes part in one run after the other
 
 
 class StatusFile(Stored):
-    """``status.json`` of a run folder.
+    """``status.json`` of a run folder."""
 
-    Args:
-        run: id of the run.
-        written: date and time of this status, UTC.
-        phase: phase of the rounds' state machine, or ``failed``.
-        error: the error that ended the run; empty without one.
-        round: number of merges so far.
-        rounds: total number of merges.
-        loss: mean training loss of the last merge.
-        diverged: whether the run ended because training diverged in all silos.
-        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
-        metrics_round: that round, which may be an earlier one than ``round``; None before the first evaluation.
-        evaluated: items of the evaluated split; None if only the evaluator knows them.
-        up: bytes of payload tensors received in the whole run.
-        down: bytes of payload tensors sent in the whole run.
-        now: the run's time [s].
-        elapsed: real time since the coordinator started [s].
-        refused: number of refused messages by reason, since the coordinator started.
-        last_refused: one line about the last refused message.
-        last_refused_at: its date and time, UTC; None without one.
-        silos: status of each silo.
-        evaluator: its status, with the age of its pending request as ``task_seconds``; None in a run without one,
-            before the rounds.
-        coordinator: about the coordinator; only in answers to inquiries.
-    """
-
-    run: str
-    written: DateTime
-    phase: str
-    error: str = ""
-    round: Count
-    rounds: Count
-    loss: Finite | None
-    diverged: bool = False
+    run: str  # id of the run
+    written: DateTime  # date and time of this status, UTC
+    phase: str  # phase of the rounds' state machine, or ``failed``
+    error: str = ""  # the error that ended the run; empty without one
+    round: Count  # number of merges so far
+    rounds: Count  # total number of merges
+    loss: Finite | None  # mean training loss of the last merge
+    diverged: bool = False  # whether the run ended because training diverged in all silos
+    # Metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
     metrics: Figures
+    # That round, which may be an earlier one than ``round``; None before the first evaluation.
     metrics_round: Count | None = None
-    evaluated: EvaluatedItems | None = None
-    up: Count
-    down: Count
-    now: Amount
-    elapsed: Amount
-    refused: dict[str, Count]
-    last_refused: str
-    last_refused_at: DateTime | None = None
-    silos: dict[str, SiloStatus]
+    evaluated: EvaluatedItems | None = None  # items of the evaluated split; None if only the evaluator knows them
+    up: Count  # bytes of payload tensors received in the whole run
+    down: Count  # bytes of payload tensors sent in the whole run
+    now: Amount  # the run's time [s]
+    elapsed: Amount  # real time since the coordinator started [s]
+    refused: dict[str, Count]  # number of refused messages by reason, since the coordinator started
+    last_refused: str  # one line about the last refused message
+    last_refused_at: DateTime | None = None  # its date and time, UTC; None without one
+    silos: dict[str, SiloStatus]  # status of each silo
+    # Its status, with the age of its pending request as ``task_seconds``; None in a run without one, before the rounds.
     evaluator: SiloStatus | None = None
-    coordinator: CoordinatorFacts | None = None
+    coordinator: CoordinatorFacts | None = None  # about the coordinator; only in answers to inquiries
 
     @model_validator(mode="after")
     def _within_rounds(self) -> StatusFile:
@@ -178,45 +137,28 @@ def read_status(path: Path) -> StatusFile:
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a run.
+    """Status of a run."""
 
-    Args:
-        phase: phase of the rounds' state machine.
-        round: number of merges so far.
-        rounds: total number of merges.
-        training: number of connected silos with a pending task.
-        missing: silos, and the evaluator, that have no session.
-        refused: number of refused messages by reason, and one line about the last one, with its sender.
-        online: number of silos with a session.
-        lost: number of silos that lost their session.
-        loss: mean training loss of the last merge.
-        metrics: metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
-        bytes: total size [bytes] of payload tensors in both directions.
-        now: the run's time [s].
-        elapsed: real time since the loop started [s].
-        slow: silos whose task takes longer than expected, longest first, and before them the evaluator if it does not
-            answer: name, real time since the task was sent or without an answer [s], and the limit [s].
-        overdue: silos whose task exceeded its limit, or the evaluator, that have not replied since.
-        minimum: number of silos that start the run; None for all.
-        metrics_round: round of ``metrics``, which may be an earlier one; None before the first evaluation.
-        refused_ago: real time since the last refused message [s].
-    """
-
-    phase: str
-    round: int
-    rounds: int
-    training: int
-    missing: tuple[str, ...]
+    phase: str  # phase of the rounds' state machine
+    round: int  # number of merges so far
+    rounds: int  # total number of merges
+    training: int  # number of connected silos with a pending task
+    missing: tuple[str, ...]  # silos, and the evaluator, that have no session
+    # Number of refused messages by reason, and one line about the last one, with its sender.
     refused: tuple[Mapping[str, int], str]
-    online: int
-    lost: int
-    loss: float | None
+    online: int  # number of silos with a session
+    lost: int  # number of silos that lost their session
+    loss: float | None  # mean training loss of the last merge
+    # Metrics of the latest round evaluated, without recalls that every model reaches in so small a gallery.
     metrics: Mapping[str, float]
-    bytes: int
-    now: float
-    elapsed: float
+    bytes: int  # total size [bytes] of payload tensors in both directions
+    now: float  # the run's time [s]
+    elapsed: float  # real time since the loop started [s]
+    # Silos whose task takes longer than expected, longest first, and before them the evaluator if it does not answer:
+    # name, real time since the task was sent or without an answer [s], and the limit [s].
     slow: tuple[tuple[str, float, float | None], ...] = ()
-    overdue: tuple[str, ...] = ()
-    minimum: int | None = None
+    overdue: tuple[str, ...] = ()  # silos whose task exceeded its limit, or the evaluator, that have not replied since
+    minimum: int | None = None  # number of silos that start the run; None for all
+    # Round of ``metrics``, which may be an earlier one; None before the first evaluation.
     metrics_round: int | None = None
-    refused_ago: float = 0.0
+    refused_ago: float = 0.0  # real time since the last refused message [s]

@@ -1,8 +1,9 @@
-"""Experiment trackers: TensorBoard, MLflow, Weights & Biases, and CSV files.
+"""Experiment trackers: TensorBoard, MLflow, Weights & Biases, and CSV files, which follow a run.
 
-Each receives a run's parameters, its metrics by version of the model, and its files. Nothing leaves the machine unless
-the tracker's own environment variables say so (``MLFLOW_TRACKING_URI``, ``WANDB_MODE``), and the libraries' reports
-about their own use are switched off.
+Each receives a run's parameters, its metrics by version of the model, and its files. A thread follows
+``metrics.jsonl``, so that neither the speed nor an error of a tracker affects the run. Nothing leaves the machine
+unless the tracker's own environment variables say so (``MLFLOW_TRACKING_URI``, ``WANDB_MODE``), and the libraries'
+reports about their own use are switched off.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ import re
 import secrets
 import shlex
 import shutil
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import override
 
-from fedmq.errors import InputError
-from fedmq.packages import install_hint, package
-from fedmq.runs.run_records import (
-    EvaluationLine,
-    MergeLine,
-    MetricsLine,
-    OwnHeldOutLine,
-    PersonalLine,
-)
-from fedmq.runs.tables import csv_cell
+from fedmq.config.resolve import ResolvedRun
+from fedmq.config.run_id import flat
+from fedmq.errors import FedmqError, InputError
+from fedmq.packages import __version__, install_hint, package
+from fedmq.runs.results import new_metrics, read_summary, with_own_figures
+from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, OwnHeldOutLine, PersonalLine
+from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.locks import locked
-from fedmq.storage.run_folder import RunFolder
+from fedmq.storage.regular_files import AppendedLines
+from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.text import csv_cell, printable
 
 #: Project (W&B) and experiment (MLflow) of the runs, unless the libraries' environment variables name another one.
 PROJECT = "fedmq"
@@ -107,13 +111,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
-        """Write the values of one line.
-
-        Args:
-            values: values of the line.
-            version: number of merges, the horizontal axis.
-            at: real time [s since 1970].
-        """
+        """Write the values of one line; ``version`` is the number of merges, ``at`` the real time [s since 1970]."""
 
     @abstractmethod
     def finish(self, end: End, result: Mapping[str, float]) -> None:
@@ -219,19 +217,14 @@ class TensorBoard(Tracker):
 
         if end is End.FINISHED:
             self._text("summary", self._run.folder.summary)
-            known = {key: _plain(value) for key, value in self._run.parameters.items()}
             metrics = {f"evaluation/{name}": value for name, value in result.items()}
-            for proto in summary.hparams(known, metrics):  # type: ignore[no-untyped-call]
+            for proto in summary.hparams(dict(self._run.parameters), metrics):  # type: ignore[no-untyped-call]
                 self._writer._get_file_writer().add_summary(proto)  # type: ignore[no-untyped-call]
         self._writer.close()
 
     def _text(self, name: str, path: Path) -> None:
         if path.is_file():
             self._writer.add_text(name, f"```\n{path.read_text(encoding='utf-8')}\n```")
-
-
-def _plain(value: object) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 #: Metrics that MLflow accepts in one call.
@@ -352,3 +345,148 @@ TRACKERS: Mapping[str, Open] = {
     "wandb": WeightsAndBiases,
     "csv": CsvFiles,
 }
+#: Interval at which new lines are passed on [s].
+_INTERVAL = 1.0
+#: How long the end of a run waits for its trackers [s]: for those that are open, and for one that does not open.
+_PATIENCE, _OPENING = 60.0, 15.0
+_ALLOWED = "the state of a run's trackers"
+
+Notice = Callable[[str], None]
+
+
+class _Sent(Stored):
+    """What a tracker has received."""
+
+    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]  # of the tracker's run
+    versions: dict[str, Annotated[int, Field(ge=-1)]]  # last version passed on, by kind of line
+
+
+class _State(Stored):
+    """``trackers/state.json``, by tracker."""
+
+    trackers: dict[str, _Sent] = Field(default_factory=dict)
+
+
+class _Follower:
+    """Passes lines on in a separate thread."""
+
+    def __init__(self, run: TrackedRun, names: tuple[str, ...], notice: Notice, trackers: Mapping[str, Open]) -> None:
+        self._run, self._names, self._notice, self._openers = run, names, notice, trackers
+        self._open: dict[str, Tracker] = {}
+        self._sent: dict[str, _Sent] = {}
+        self._lines = AppendedLines(run.folder.metrics)
+        self._path = run.folder.root / "trackers" / "state.json"
+        self._ended, self._opened, self._end = threading.Event(), threading.Event(), End.STOPPED
+        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
+        self._thread.start()
+
+    def stop(self, end: End) -> None:
+        """Pass on the last lines and the result, and wait for the trackers, up to a limit."""
+        self._end = end
+        self._ended.set()
+        patience = _PATIENCE if self._opened.wait(_OPENING) else 0.0
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            waiting = ", ".join(self._names)
+            what = f"not finished after {patience:.0f} s" if patience else f"not reached {_OPENING:.0f} s after the end"
+            self._notice(f"track: {waiting}: {what}; the run is complete without it")
+
+    def _follow(self) -> None:
+        self._sent = self._earlier()
+        for name in self._names:
+            sent = self._sent.get(name)
+            with self._contained(name):
+                self._open[name] = self._openers[name](self._run, None if sent is None else sent.key)
+                self._sent.setdefault(name, _Sent(key=self._open[name].key, versions={}))
+        self._opened.set()
+        self._save()
+        over = False
+        while not over:
+            over = self._ended.wait(_INTERVAL)
+            self._pass_on()
+        result = self._result() if self._end is End.FINISHED else {}
+        for name, tracker in list(self._open.items()):
+            with self._contained(name):
+                tracker.finish(self._end, result)
+                self._notice(f"tracked: {tracker.where}")
+
+    def _earlier(self) -> dict[str, _Sent]:
+        if not self._path.is_file():
+            return {}
+        try:
+            earlier, rounds = read_json(self._path, _State, _ALLOWED).trackers, self._run.rounds
+            for name, sent in earlier.items():
+                if (last := max(sent.versions.values(), default=0)) > rounds:
+                    raise InputError(f"{self._path}: {name}", f"version {last} of {rounds}", _ALLOWED)
+            return dict(earlier)
+        except InputError as error:
+            self._notice(f"{error}; the trackers start a new run")
+            return {}
+
+    def _pass_on(self) -> None:
+        lines, _ = new_metrics(self._lines)
+        for name, tracker in list(self._open.items()):
+            versions = self._sent[name].versions
+            with self._contained(name):
+                for line in lines:
+                    if line.version > versions.get(line.kind, -1):  # a resumed run repeats lines after its checkpoint
+                        at = time.time() if line.wall is None else datetime.fromisoformat(line.wall).timestamp()
+                        tracker.log(values_of(line), line.version, at)
+                        versions[line.kind] = line.version
+        if lines:
+            self._save()
+
+    def _save(self) -> None:
+        with contextlib.suppress(OSError, FedmqError):
+            write_json(self._path, _State(trackers=self._sent).plain())
+
+    def _result(self) -> dict[str, float]:
+        with contextlib.suppress(InputError):
+            return dict(with_own_figures(read_summary(self._run.folder)).metrics)
+        return {}
+
+    @contextlib.contextmanager
+    def _contained(self, name: str) -> Iterator[None]:
+        """Give up a tracker that fails, with one line; the run continues without it."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            first = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._notice(f"track: {name}: {printable(first)[:300]}; the run continues without it")
+
+
+@contextlib.contextmanager
+def tracking(
+    run: ResolvedRun, folder: RunFolder, notice: Notice, trackers: Mapping[str, Open] = TRACKERS
+) -> Iterator[None]:
+    """Pass a run's records on to the trackers that its scenario lists, while the block runs.
+
+    The run is finished if the block ends with a summary in its folder, stopped if it ends without. ``notice`` is called
+    with one line for each tracker that fails, and at the end with where the others write.
+
+    Raises:
+        InputError: a tracker's package is missing.
+    """
+    names = run.scenario.track
+    check(names)
+    if not names:
+        yield
+        return
+    follower = _Follower(TrackedRun(folder, run.id, _parameters(run), run.scenario.rounds), names, notice, trackers)
+    end = End.FAILED
+    try:
+        yield
+        end = End.FINISHED if folder.summary.is_file() else End.STOPPED
+    except (SystemExit, KeyboardInterrupt):
+        end = End.STOPPED
+        raise
+    finally:
+        follower.stop(end)
+
+
+def _parameters(run: ResolvedRun) -> dict[str, object]:
+    """Scenario keys with dots and their values, without those that are not set; lists as text."""
+    keys = flat(run.scenario.model_dump(mode="json", exclude={"track"}))
+    plain = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in keys.items()}
+    return {"fedmq": __version__, **{key: text for key, text in plain.items() if keys[key] not in (None, [], {})}}

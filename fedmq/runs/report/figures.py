@@ -33,19 +33,12 @@ _PLACES = {"rounds": "round", "traffic": "traffic [MB]"}
 
 @dataclass(frozen=True)
 class SiloResult:
-    """R@1 of the shared model on a silo's own held-out items.
+    """R@1 of the shared model on a silo's own held-out items."""
 
-    Args:
-        kind: modalities of the silo, sorted.
-        items: number of these items.
-        before: of the untrained model; None if it was not evaluated.
-        after: at the end.
-    """
-
-    kind: tuple[str, ...]
-    items: int
-    before: float | None
-    after: float
+    kind: tuple[str, ...]  # modalities of the silo, sorted
+    items: int  # number of these items
+    before: float | None  # of the untrained model; None if it was not evaluated
+    after: float  # at the end
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -70,31 +70,20 @@ class Incident:
 
 @dataclass
 class LogFacts:
-    """What a coordinator's log shows.
+    """What a coordinator's log shows."""
 
-    Args:
-        tasks: tasks by silo and number.
-        incidents: incidents in order.
-        up: payload bytes by silo and payload kind, sent by the silos.
-        down: the same, sent to them.
-        messages_up: number of messages by silo.
-        bytes_at: payload bytes in both directions until the first message about each version.
-        bytes: payload bytes in both directions.
-        end: the run's last recorded time [s].
-        began: date and time of the first record (UTC); empty without records.
-        resumed: whether the run was resumed or extended.
-    """
-
-    tasks: dict[tuple[str, int], TaskSpan] = field(default_factory=dict)
-    incidents: list[Incident] = field(default_factory=list)
+    tasks: dict[tuple[str, int], TaskSpan] = field(default_factory=dict)  # tasks by silo and number
+    incidents: list[Incident] = field(default_factory=list)  # incidents in order
+    # Payload bytes by silo and payload kind, sent by the silos.
     up: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    down: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    messages_up: Counter[str] = field(default_factory=Counter)
+    down: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # the same, sent to them
+    messages_up: Counter[str] = field(default_factory=Counter)  # number of messages by silo
+    # Payload bytes in both directions until the first message about each version.
     bytes_at: dict[int, int] = field(default_factory=dict)
-    bytes: int = 0
-    end: float = 0.0
-    began: str = ""
-    resumed: bool = False
+    bytes: int = 0  # payload bytes in both directions
+    end: float = 0.0  # the run's last recorded time [s]
+    began: str = ""  # date and time of the first record (UTC); empty without records
+    resumed: bool = False  # whether the run was resumed or extended
 
 
 def add_records(facts: LogFacts, lines: Iterable[bytes]) -> None:

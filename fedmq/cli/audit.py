@@ -16,7 +16,7 @@ from fedmq.audit.findings import Cause, Finding, by_cause, damaged
 from fedmq.cli.console import AGAINST_POLICY, DIFFERENT, INCOMPLETE, bar, later, out
 from fedmq.cli.options import AsJson, with_options
 from fedmq.errors import InputError
-from fedmq.storage.run_folder import RunFolder, require_folder
+from fedmq.storage.run_folder import RunFolder, require_folder, write_text
 from fedmq.text import counted, first_few, one_of, print_json, print_line, printable, size_text, tensor_text
 
 if TYPE_CHECKING:

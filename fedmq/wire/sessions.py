@@ -252,9 +252,9 @@ class Session:
         tag = bytes(sealed[size:]).hex()
         if isinstance(header, Header):
             return Opened(header, content.toreadonly(), tag)
-        return self._parted(header, content.toreadonly(), tag, max_body)
+        return self._parted(header, content.toreadonly(), tag)
 
-    def _parted(self, short: ShortHeader, content: memoryview, tag: str, max_body: int) -> Opened:
+    def _parted(self, short: ShortHeader, content: memoryview, tag: str) -> Opened:
         """A message whose header was sealed with its body."""
         header, body = split_content(content)
         if (header.wire_version, header.session, header.counter) != (short.wire_version, short.session, short.counter):
@@ -262,23 +262,19 @@ class Session:
         if header.kind in HANDSHAKE_KINDS:
             raise RemoteWireError(Reason.UNEXPECTED, f"a {header.kind} after the handshake")
         self._check_names(header)
-        if body.nbytes > max_body:
-            raise RemoteWireError(Reason.OVERSIZED, f"a body of {body.nbytes} bytes, allowed {max_body}")
         return Opened(header, body, tag)
 
     def _keys_for(self, header: Header | ShortHeader) -> _Receiving:
         """The keys of a message; refuses a header that cannot be this session's next, before decrypting."""
         if header.wire_version != WIRE_VERSION:
             raise unknown_version(header.wire_version)
-        if isinstance(header, Header) and header.run != self.run:
-            raise RemoteWireError(Reason.WRONG_RUN, f"run {header.run}, here {self.run}")
+        if isinstance(header, Header):
+            self._check_names(header)
         keys = self._receiving
         if self._coming is not None and header.session == self._coming.session:
             keys = self._coming
         if header.session != keys.session:
             raise RemoteWireError(Reason.UNKNOWN_SESSION, f"session {header.session.hex()}, here {keys.session.hex()}")
-        if isinstance(header, Header):
-            self._check_names(header)
         if header.counter >= MAX_MESSAGES:
             raise RemoteWireError(Reason.EXHAUSTED, f"counter {header.counter}, allowed below {MAX_MESSAGES}")
         if header.counter < keys.next:

@@ -20,7 +20,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded, fold_recalls
 from fedmq.evaluation.metrics import Measured, known_names, measure
 from fedmq.experiments import grid as planning
-from fedmq.experiments import summary, tables
+from fedmq.experiments import plots, summary, tables
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
@@ -302,7 +302,7 @@ def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over
 ) -> None:
     plan, rows = studied(tiny, tmp_path)
     table = tables.grid(rows, plan)
-    page = tables.page(rows, "title & more", "fedmq compare a&b.yaml", table)
+    page = plots.page(rows, "title & more", "fedmq compare a&b.yaml", table)
     assert "title &amp; more" in page and "fedmq compare a&amp;b.yaml" in page
     best = {cell.text for row in table.body for cell in row if cell.best}
     assert best and best == set(re.findall("<b>(.*?)</b></td>", page)), "the table, and bold what its intervals prove"
@@ -339,7 +339,7 @@ def test_the_spread_over_silos_has_a_curve_and_a_value_measured_once_has_none(ti
     assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
     plan = ComparisonPlan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
     rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}})
-    page = tables.page(rows, "title", "", tables.grid(rows, plan))
+    page = plots.page(rows, "title", "", tables.grid(rows, plan))
     assert set(re.findall(r"([\w.]+) over (?:merges|virtual time)", page)) == {"fairness.std_r1"}
 
 
@@ -363,13 +363,13 @@ def test_plots_are_drawn_against_a_key_that_all_methods_vary(
         finish(RunFolder(tmp_path / str(number)), 0.5)
         finished[row.name] = {0: results.read(RunFolder(tmp_path / str(number)))}
     rows = made_rows.rows(plan, {}, finished)
-    page = tables.page(rows, "title", "", tables.grid(rows, plan))
+    page = plots.page(rows, "title", "", tables.grid(rows, plan))
     assert set(re.findall(r"mean_r1 against ([\w.]+)", page)) == ({against} if against else set())
     assert "mean_r1 over merges" in page
 
 
 def test_the_mean_of_curves_of_different_lengths_ends_at_the_mean_of_their_last_values() -> None:
-    x, values = tables.on_common_grid(
+    x, values = plots.on_common_grid(
         [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([0.0, 3.0]), np.array([1.0, 4.0]))]
     )
     assert x.tolist() == [0.0, 2.0, 3.0, 4.0]
@@ -378,6 +378,6 @@ def test_the_mean_of_curves_of_different_lengths_ends_at_the_mean_of_their_last_
 
 def test_no_curve_extends_to_the_left_of_its_first_value() -> None:
     late, early = (np.array([2.0, 3.0]), np.array([5.0, 7.0])), (np.array([1.0, 4.0]), np.array([0.0, 3.0]))
-    x, values = tables.on_common_grid([late, early])
+    x, values = plots.on_common_grid([late, early])
     assert x.tolist() == [2.0, 3.0, 4.0]
     assert values.tolist() == [[5.0, 7.0, 7.0], [1.0, 2.0, 3.0]]

@@ -279,7 +279,7 @@ def carry_out(options: Options) -> None:
         InputError: an option is not allowed, or a folder cannot be written.
     """
     plan = plan_of(options)
-    from fedmq.experiments import runner, tables  # noqa: PLC0415
+    from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, resolved_runs, without_options  # noqa: PLC0415
 
     folder = options.out_dir or default_folder(plan, options.kind, resolved_file)
@@ -311,7 +311,7 @@ def carry_out(options: Options) -> None:
     else:
         out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last, so that the tables exist even if this fails.
-    write_text(folder / "plots.html", tables.page(comparison.rows, title, command_line(), table))
+    write_text(folder / "plots.html", plots.page(comparison.rows, title, command_line(), table))
     if not options.as_json:
         print_line(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html")
     _report_problems(comparison)

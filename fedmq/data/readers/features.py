@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from fedmq.data.labels import labels_of, strings_in, unique_strings
 from fedmq.data.prepared_arrays import Present, first_rows, presence
-from fedmq.data.readers.array_files import Stored, list_arrays, meaning
+from fedmq.data.readers.array_files import meaning
+from fedmq.data.readers.formats import Stored, list_arrays
 from fedmq.data.splits import draw_split, first_of_equals, same_rows, split_codes
 from fedmq.data.warnings import NOTHING, DataWarnings, of_vectors
 from fedmq.errors import InputError

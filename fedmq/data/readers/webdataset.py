@@ -18,7 +18,7 @@ from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, not_read, refuse_keys
 from fedmq.data.readers.formats import list_members
 from fedmq.data.readers.texts import lines_of, texts_of
-from fedmq.encoders.image_sets import Stack, StoredImages, files_below, is_leftover
+from fedmq.encoders.image_sets import StoredImages, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -58,17 +58,14 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Members(Stack):
+class Members(StoredImages):
     """Images in archives."""
 
     members: tuple[Member, ...]
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     @override
-    def name(self, row: int) -> str:
-        return self.members[row].place
+    def stored_name(self, at: int) -> str:
+        return self.members[at].place
 
     @cached_property
     @override
@@ -78,8 +75,8 @@ class Members(Stack):
         return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
 
     @override
-    def image(self, row: int) -> Pixels:
-        return decode_bytes(self.members[row].content(), self.name(row))
+    def stored_image(self, at: int) -> Pixels:
+        return decode_bytes(self.members[at].content(), self.members[at].place)
 
 
 @dataclass
@@ -130,7 +127,7 @@ def read_webdataset(data: Data) -> RawSet:
         RawSet(
             place=str(data.path),
             keys=tuple(images),
-            images=StoredImages(Members(tuple(images.values())), tuple(range(len(images)))),
+            images=Members(tuple(range(len(images))), tuple(images.values())),
             captions=tuple(tuple(held[key].captions) for key in images),
             labels=labels,
             label_names=names,

@@ -183,12 +183,20 @@ def _digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def checked(raw: RawSet) -> RawSet:
+def checked(raw: RawSet, labels: Sequence[Collection[str]] = ()) -> RawSet:
     """Validate a reader's result and return it, without captions in which nothing is visible.
+
+    Args:
+        raw: the result.
+        labels: names of each item's labels, if ``raw`` has no array of labels: equal labels get one spelling, and are
+            in the order of ``raw.label_names``, else sorted.
 
     Raises:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
     """
+    if labels:
+        hot, names = _multi_hot(one_spelling(labels), raw.label_names)
+        raw = replace(raw, labels=hot, label_names=names)
     if len(raw) < 2:
         raise InputError(raw.place, f"{len(raw)} items", "at least 2: one to train on, one to test on")
     twice = [key for key, count in Counter(raw.keys).items() if count > 1]
@@ -232,29 +240,14 @@ def whole(text: str, place: str) -> str:
 # --- labels and files -----------------------------------------------------------------------------------------------
 
 
-def multi_hot(
-    labels: Sequence[Collection[str]], names: Sequence[str] | None = None
-) -> tuple[U8 | None, tuple[str, ...]]:
-    """Encode each item's label names as a multi-hot array; without ``names``, equal labels get one spelling.
-
-    Args:
-        labels: label names of each of the n items.
-        names: all label names in column order; None means the names that occur, sorted.
-
-    Returns:
-        uint8 [n, L] and the L names; None and an empty tuple if there are no labels.
-    """
-    if names is None:
-        labels = one_spelling(labels)
-    names = tuple(sorted({name for item in labels for name in item}) if names is None else names)
-    if not names:
-        return None, ()
+def _multi_hot(labels: Sequence[Collection[str]], names: Sequence[str]) -> tuple[U8 | None, tuple[str, ...]]:
+    """Labels uint8 [n, L] and their L names; None and an empty tuple if there are no labels."""
+    names = tuple(names or sorted({name for item in labels for name in item}))
     column = {name: index for index, name in enumerate(names)}
     hot = np.zeros((len(labels), len(names)), dtype=np.uint8)
     for row, item in enumerate(labels):
-        for name in item:
-            hot[row, column[name]] = 1
-    return hot, names
+        hot[row, [column[name] for name in item]] = 1
+    return (hot, names) if names else (None, ())
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:

@@ -170,30 +170,18 @@ def _assign(order: I64, same: I64 | None, split: U8, sizes: Sequence[tuple[str, 
         left = rest
 
 
-def draw_split(n: int, seed: int, same: I64 | None = None) -> npt.NDArray[np.uint8]:
-    """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training.
-
-    Args:
-        n: number of items.
-        seed: seed of the draw.
-        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
-
-    Returns:
-        uint8 [n], indices into ``SPLITS``.
-
-    Raises:
-        InputError: all items have the same image.
-    """
-    _check_images(same)
-    split = np.zeros(n, dtype=np.uint8)
-    order = numpy_generator(seed, "split").permutation(n)
-    _assign(order, same, split, (("test", max(1, n // 10)), ("val", n // 10)))
-    return split
+def draw_split(n: int, seed: int, same: I64 | None = None) -> U8:
+    """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training; otherwise as `draw_parts`."""
+    return _drawn(n, same, "train", (("test", max(1, n // 10)), ("val", n // 10)), numpy_generator(seed, "split"))
 
 
-def _check_images(same: I64 | None) -> None:
+def _drawn(n: int, same: I64 | None, rest: str, sizes: Sequence[tuple[str, int]], generator: np.random.Generator) -> U8:
+    """Sample splits of these sizes; ``rest`` is the split of all other items."""
     if same is not None and (same == same[0]).all():
         raise InputError("data", f"one image for all {len(same)} items", "at least two: one to train on, one to test")
+    split = np.full(n, SPLITS.index(rest), dtype=np.uint8)
+    _assign(generator.permutation(n), same, split, sizes)
+    return split
 
 
 def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
@@ -203,7 +191,7 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
         n: number of items.
         sizes: number of items of each split.
         seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
-        same: as in :func:`draw_split`.
+        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.
@@ -217,13 +205,11 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     if queries < 1 or train < 1 or train > rest:
         found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
         raise InputError("data.queries, data.val, data.train", found, f"in total at most the {n} items of the data set")
-    _check_images(same)
-    order = numpy_generator(seed, "data", "split").permutation(n)
-    # Without a number of training items all others are for training, also those that a smaller split leaves over.
-    split = np.full(n, SPLITS.index("train" if sizes.train is None else "database"), dtype=np.uint8)
-    parts = [("test", queries), ("val", sizes.val), *([] if sizes.train is None else [("train", train)])]
-    _assign(order, same, split, parts)
-    return split
+    parts = [("test", queries), ("val", sizes.val)]
+    generator = numpy_generator(seed, "data", "split")
+    if sizes.train is None:  # all others are for training, also those that a smaller split leaves over
+        return _drawn(n, same, "train", parts, generator)
+    return _drawn(n, same, "database", [*parts, ("train", sizes.train)], generator)
 
 
 def split_of(official: U8 | None, n: int, data: Data, usual: Draw, same_images: Callable[[], I64] | None = None) -> U8:

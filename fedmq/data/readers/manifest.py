@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, not_read, read_text, refuse_keys, whole
+from fedmq.data.raw_set import RawSet, checked, folder_of, not_read, read_text, refuse_keys, whole
 from fedmq.data.readers.texts import MISSING, captions_in_cell, labels_in_cell, lines_of, texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers, splits_of_names
 from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, files_below, is_folder, is_leftover
@@ -268,7 +268,6 @@ def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
     if any(splits) and not all(splits):
         place = f"{path}: line {lines[splits.index('')]}: split"
         raise InputError(place, "nothing", "a split for every item or for none")
-    hot, names = multi_hot([tuple(item.labels) for item in items.values()])
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in held)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in held)
     images = ImageFiles(tuple(held), data.frames if videos else 1, folders)
@@ -280,12 +279,11 @@ def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
             keys=tuple(items),
             images=images if len(held) == len(files) else gaps,
             captions=tuple(tuple(item.captions) for item in items.values()),
-            labels=hot,
-            label_names=names,
             split=split_numbers(path, splits, SPLIT_NAMES, lines) if any(splits) else None,
             column=tuple(item.value for item in items.values()) if data.column is not None else None,
             unpaired=True,
-        )
+        ),
+        [tuple(item.labels) for item in items.values()],
     )
 
 

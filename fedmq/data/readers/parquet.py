@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, not_read, refuse_keys
+from fedmq.data.raw_set import U8, RawSet, checked, is_number, not_read, refuse_keys
 from fedmq.data.readers import formats
 from fedmq.data.readers.manifest import check_inside
 from fedmq.data.readers.texts import texts_of
@@ -140,7 +140,6 @@ def read_parquet(data: Data) -> RawSet:
     texts = _column(files[0], _CAPTIONS, "captions")
     captions = [tuple(dict.fromkeys(texts_of(place, value))) for place, value in _values(files, texts)]
     label = next((name for name in _LABELS if name in columns), None)
-    labels, names = multi_hot([] if label is None else _labels(files, label))
     images = _images(files, _column(files[0], _IMAGES, "images"), data)
     keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(sum(file.groups))]
     raw = checked(
@@ -149,12 +148,11 @@ def read_parquet(data: Data) -> RawSet:
             keys=tuple(keys if len(files) > 1 else [key.rpartition("/")[2] for key in keys]),
             images=images,
             captions=tuple(captions),
-            labels=labels,
-            label_names=names,
             split=_split(files),
             column=None if data.column is None else tuple(str(value) for _, value in _values(files, data.column)),
             ignored=_ignored(data, files, images),
-        )
+        ),
+        [] if label is None else _labels(files, label),
     )
     if raw.split is not None or data.path is None or not data.path.is_dir():
         return raw

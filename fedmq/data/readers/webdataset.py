@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing_extensions import override
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, multi_hot, not_read, refuse_keys
+from fedmq.data.raw_set import RawSet, checked, not_read, refuse_keys
 from fedmq.data.readers.formats import list_members
 from fedmq.data.readers.texts import lines_of, texts_of
 from fedmq.encoders.image_sets import StoredImages, files_below, is_leftover
@@ -117,7 +117,6 @@ def read_webdataset(data: Data) -> RawSet:
     if without and data.missing != "skip":
         raise InputError(f"{data.path}: {without[0]}", "captions without an image", "both; data.missing: skip")
     images = {key: sample.image for key, sample in held.items() if sample.image is not None}
-    labels, names = multi_hot([tuple(held[key].labels) for key in images])
     unread = {"files of other endings": tuple(ignored)} if ignored else {}
     if lacking := tuple(key for key, sample in samples.items() if sample.image is None and sample.read):
         unread["samples without an image"] = lacking
@@ -129,10 +128,9 @@ def read_webdataset(data: Data) -> RawSet:
             keys=tuple(images),
             images=Members(tuple(range(len(images))), tuple(images.values())),
             captions=tuple(tuple(held[key].captions) for key in images),
-            labels=labels,
-            label_names=names,
             ignored=unread,
-        )
+        ),
+        [tuple(held[key].labels) for key in images],
     )
     return raw.split_by_names([PurePosixPath(key).parent.parts for key in images])
 

@@ -45,14 +45,9 @@ class PartitionPlan:
 
 # --------------------------------------------------------------------------- groups
 def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
-    """Group of each multi-hot row: its rarest label (ties: the lowest index), or C if it has no label.
+    """Group of each row of 0/1 [n, C], int64 [n]: its rarest label (ties: the lowest index), or C if it has none.
 
-    Args:
-        labels: 0/1 [n, C].
-        frequency: int64 [C], label counts of the training split; None counts ``labels``.
-
-    Returns:
-        int64 [n], 0 to C.
+    ``frequency`` int64 [C] has the label counts of the training split; None counts ``labels``.
     """
     hot = np.asarray(labels) > 0
     counts = hot.sum(axis=0) if frequency is None else frequency
@@ -123,14 +118,8 @@ def shard_proportions(groups: int, silos: int, per_silo: int, generator: np.rand
 def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
     """Sort samples by group, cut them into K * ``per_silo`` equal shards and assign these at random: float64 [G, K].
 
-    Used as in FedAvg if there are more groups than K * ``per_silo``. A large group spans many shards; a shard may hold
-    several small groups.
-
-    Args:
-        sizes: int64 [G], samples of each group.
-        silos: number K of silos.
-        per_silo: shards per silo.
-        generator: assigns the shards.
+    Used as in FedAvg if there are more groups than K * ``per_silo``. ``sizes`` int64 [G] are the samples of each group;
+    a large group spans many shards, and a shard may hold several small groups.
     """
     shards = silos * per_silo
     ends = np.cumsum(sizes)
@@ -146,12 +135,7 @@ def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: n
 def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
     """Number of samples of each group for each silo: cuts at floor(cumsum(p) n_g), remainder to the last silo.
 
-    Args:
-        sizes: int [G], samples of each group.
-        proportions: float64 [G, K], rows sum to 1.
-
-    Returns:
-        int64 [G, K].
+    ``sizes`` int [G] are the samples of each group, ``proportions`` float64 [G, K] sum to 1 in rows; int64 [G, K].
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     cuts = (np.cumsum(proportions, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
@@ -228,10 +212,6 @@ def at_least(parts: Sequence[I64], least: int) -> list[I64]:
     """Move samples to silo datasets with fewer than ``least``, each time the last one of the largest (ties: the first).
 
     A silo without data could be selected, yet could neither train nor be evaluated.
-
-    Args:
-        parts: int64 positions of each silo.
-        least: at most the number of samples divided by the number of silos.
     """
     result = list(parts)
     for silo in range(len(result)):

@@ -101,20 +101,12 @@ class RawSet:
         return f"for example {self.keys[row]}: captions {captions}{named}"
 
     def present(self, kind: str) -> Present | None:
-        """The modalities of each item, bool [n, 2]: image, captions; None if all items have both.
-
-        Args:
-            kind: kind of text; an item always has a bag of words.
-        """
+        """The modalities of each item, bool [n, 2]: image, captions or a bag of words; None if all items have both."""
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
         return presence(self.with_image, captioned)
 
     def split_by_names(self, paths: Sequence[Sequence[str]]) -> RawSet:
-        """The set with the split that names of files and folders say; items outside of its parts are ignored.
-
-        Args:
-            paths: [n] names, as for :func:`fedmq.data.splits.splits_of_names`.
-        """
+        """The set with the split that :func:`splits_of_names` finds; items outside of its parts are ignored."""
         names, remark = splits_of_names(paths)
         found = replace(self, split_remark=remark)
         if names is None:
@@ -251,11 +243,7 @@ def _multi_hot(labels: Sequence[Collection[str]], names: Sequence[str]) -> tuple
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
-    """Rows of the items that ``data.labelled`` keeps: int64, ascending.
-
-    Args:
-        labels: multi-hot [n, L], class numbers [n] (every item has one), or None.
-        place: source named in error messages.
+    """Rows of the items that ``data.labelled`` keeps: int64, ascending; of class numbers [n], all of them.
 
     Raises:
         InputError: fewer than two items have a label.
@@ -318,9 +306,7 @@ def folder_of(data: Data) -> Path:
 def not_read(folder: Path, used: Iterable[Path]) -> dict[str, tuple[str, ...]]:
     """The files below a folder that a reader did not use: images, and others; for :attr:`RawSet.ignored`.
 
-    Args:
-        folder: the folder.
-        used: files, and folders whose files are all used.
+    ``used`` are files, and folders whose files are all used.
     """
     read = {os.path.normpath(path) for path in used}
     left = [
@@ -335,16 +321,7 @@ def not_read(folder: Path, used: Iterable[Path]) -> dict[str, tuple[str, ...]]:
 
 
 def refuse_keys(data: Data, names: Iterable[str], what: str) -> None:
-    """Reject keys of ``data`` that do not apply to the way the set is stored.
-
-    Args:
-        data: the scenario's data section.
-        names: the keys that do not apply.
-        what: how the set is stored, for the error message.
-
-    Raises:
-        InputError: one of the keys is set.
-    """
+    """Reject keys of ``data`` that do not apply to ``what``, the way the set is stored."""
     for name in names:
         value = getattr(data, name)
         if value != Data.model_fields[name].default:

@@ -92,14 +92,10 @@ StoredByRole = dict[tuple[str, Role], Stored]
 
 
 def recognise(path: Path, pixels: bool) -> StoredByRole:
-    """Identify the part and role of each array of a data set; arrays with unknown names are ignored.
+    """Identify the part and role of each array of a file or a folder; arrays with unknown names are ignored.
 
-    Args:
-        path: a file, or a folder whose files form one data set.
-        pixels: look for images as pixels (four dimensions) instead of features (two).
-
-    Returns:
-        Arrays by part and role; the parts are either ``all`` alone or splits.
+    ``pixels``: look for images as pixels (four dimensions) instead of features (two). The parts of the result are
+    either ``all`` alone or splits.
 
     Raises:
         InputError: a file is unreadable, two arrays have the same part and role, items are columns, or only some of the

@@ -120,14 +120,7 @@ def arrays_in(path: str, also: str) -> list[Stored]:
 
 
 def read_array(path: str, key: str, matlab: bool, strings: bool) -> Array:
-    """Read a whole array.
-
-    Args:
-        path: the file.
-        key: name of the array in it.
-        matlab: its axes are reversed in the file.
-        strings: it holds strings.
-    """
+    """Read a whole array; ``matlab``: its axes are reversed in the file, ``strings``: it holds strings."""
     match Path(path).suffix.lower():
         case ".npz":
             with np.load(path, allow_pickle=False) as opened:
@@ -145,14 +138,7 @@ def read_array(path: str, key: str, matlab: bool, strings: bool) -> Array:
 
 
 def read_hdf5_row(path: str, key: str, row: int, last: bool) -> Array:
-    """One image of a pixel array in HDF5.
-
-    Args:
-        path: the file.
-        key: name of the array in it.
-        row: number of the image.
-        last: images are along the last axis instead of the first.
-    """
+    """One image of a pixel array in HDF5; ``last``: images are along the last axis instead of the first."""
     with package("h5py", "formats", path).File(path, "r") as opened:
         return np.asarray(opened[key][..., row] if last else opened[key][row])
 

@@ -59,13 +59,7 @@ class Line:
     others: dict[str, object] = field(default_factory=dict)
 
     def add(self, name: str, value: object, *, cell: bool) -> None:
-        """Add a field.
-
-        Args:
-            name: its name.
-            value: its value.
-            cell: the value is a cell of a table, which may hold several captions or labels.
-        """
+        """Add a field; ``cell``: the value is a cell of a table, which may hold several captions or labels."""
         place = f"{self.place}: {name}"
         if name in IMAGES:
             self.others["image"] = value
@@ -162,13 +156,7 @@ class Item:
 
 
 def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True) -> dict[str, Item]:
-    """The items of a file by key, in file order.
-
-    Args:
-        path: the file.
-        root: folder that the paths of images are relative to.
-        column: column by which the partition assigns the items; None without one.
-        strict: refuse unknown fields; otherwise they are ignored.
+    """The items of a file by key, in file order; unknown fields are refused if ``strict``, otherwise ignored.
 
     Raises:
         InputError: a line is malformed, lines of one item differ in image, split or column, or an item has neither
@@ -343,12 +331,9 @@ def check_inside(place: str, file: Path | None, folder: Path) -> None:
 
 
 def _beside(folder: Path, texts: Path, *, images_alone: bool) -> RawSet:
-    """The images below a folder with the captions in the text files of the same names.
+    """The images below a folder with the captions in the text files of the same names below ``texts``.
 
-    Args:
-        folder: the folder of the images.
-        texts: the folder of the text files.
-        images_alone: whether there may be no caption at all.
+    ``images_alone``: there may be no caption at all.
     """
     images = sorted(path for path in files_below(folder, leave=False) if path.suffix.lower() in IMAGE_ENDINGS)
     if not images:

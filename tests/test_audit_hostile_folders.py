@@ -16,7 +16,7 @@ from coordinator.participation import read_trace
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import main as cli
 from fedmq.data.raw_set import read_text
-from fedmq.data.readers.array_files import list_arrays
+from fedmq.data.readers.formats import list_arrays
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.retrieval import plots

@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
-from fedmq.data.readers.array_files import Stored
 from fedmq.data.readers.features import read_features
+from fedmq.data.readers.formats import Stored
 from fedmq.errors import InputError
 from tests.array_files import feature_arrays
 

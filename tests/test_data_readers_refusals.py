@@ -550,7 +550,7 @@ def test_without_a_package_the_error_says_what_to_install(tmp_path: Path, monkey
     for name in ("h5py", "av"):
         monkeypatch.setitem(modules, name, None)
     with pytest.raises(MissingPackageError, match=r"package h5py missing.*\[formats\]"):
-        formats.list_arrays(str(path), "split")
+        formats.arrays_in(str(path), "split")
     with pytest.raises(MissingPackageError, match=r"package av missing.*\[video\]"):
         images.frames_of("video0.mp4", 2)
 

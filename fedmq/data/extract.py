@@ -105,10 +105,7 @@ def store(
 def _marked(mark: Path, partial: Path, ends: npt.NDArray[np.int64]) -> tuple[int, blake3.blake3]:
     """Number of finished items and the digest of their rows so far; 0 if the mark or the rows are damaged.
 
-    Args:
-        mark: file with the number of finished items and the digest of their rows.
-        partial: file of the rows.
-        ends: int64 [n], row after each item's last.
+    ``ends`` int64 [n] is the row after each item's last.
     """
     try:
         number, _, digest = read_regular(mark, "a mark of finished items").decode("ascii").partition(" ")
@@ -138,12 +135,7 @@ def _write_mark(mark: Path, content: str) -> None:
 def pooled(vectors: Array, counts: Sequence[int]) -> Array:
     """Video embeddings: the L2-normalised mean of each video's frame embeddings (RCSR, MSR-VTT).
 
-    Args:
-        vectors: float32 [sum(counts), d], frame embeddings.
-        counts: number of frames of each video.
-
-    Returns:
-        float32 [len(counts), d], unit length.
+    Frame embeddings float32 [sum(counts), d] and the number of frames of each video to float32 [len(counts), d].
     """
     ends = np.cumsum(counts)
     means = np.stack([vectors[end - count : end].mean(axis=0) for end, count in zip(ends, counts, strict=True)])

@@ -85,11 +85,6 @@ def label_array(place: str, value: Array, n: int) -> Array:
     A column [n, 1] or a row [1, n] is a vector of class numbers, also if these are 0 and 1. Whole floating-point
     numbers are whole numbers (MATLAB's default type is double), and multi-hot labels may be -1 and 1.
 
-    Args:
-        place: the array, for error messages.
-        value: the stored array.
-        n: number of items.
-
     Raises:
         InputError: another shape, or values that are neither class numbers nor multi-hot labels.
     """
@@ -118,15 +113,9 @@ def labels_of(
 ) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
     """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L].
 
-    Without ``names``, labels are named by the numbers of the file: of classes, or of columns from 0. So two files fit
-    together only if both count from the same number.
-
-    Args:
-        path: the file, for error messages.
-        value: the stored labels.
-        n: number of items.
-        names: the stored names [L], if any.
-        first_class: the number of the first class, a single 0 or 1; found from the class numbers if not given.
+    Without ``names`` [L], labels are named by the numbers of the file: of classes, or of columns from 0. So two files
+    fit together only if both count from the same number. ``first_class`` is a single 0 or 1, found from the class
+    numbers if not given.
 
     Raises:
         InputError: invalid labels, names or first class, or class numbers that may count the names from 0 or from 1.

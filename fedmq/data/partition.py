@@ -45,26 +45,14 @@ class PartitionPlan:
 
 # --------------------------------------------------------------------------- groups
 def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
-    """Group of each multi-hot row: its rarest label (ties: the lowest index), or C if it has no label.
+    """Group of each row of 0/1 [n, C], int64 [n]: its rarest label (ties: the lowest index), or C if it has none.
 
-    Args:
-        labels: 0/1 [n, C].
-        frequency: int64 [C], label counts of the training split; None counts ``labels``.
-
-    Returns:
-        int64 [n], 0 to C.
+    ``frequency`` int64 [C] has the label counts of the training split; None counts ``labels``.
     """
     hot = np.asarray(labels) > 0
     counts = hot.sum(axis=0) if frequency is None else frequency
     cost = np.where(hot, counts[None], np.iinfo(np.int64).max)
     groups: I64 = np.where(hot.any(axis=1), cost.argmin(axis=1), hot.shape[1]).astype(np.int64)
-    return groups
-
-
-def first_label(labels: npt.NDArray[Any]) -> I64:
-    """Group of each multi-hot row [n, C]: its first label in column order, or C if it has no label; int64 [n]."""
-    hot = np.asarray(labels) > 0
-    groups: I64 = np.where(hot.any(axis=1), hot.argmax(axis=1), hot.shape[1]).astype(np.int64)
     return groups
 
 
@@ -78,15 +66,14 @@ def label_groups(
     Args:
         labels: int [n] or 0/1 [n, C].
         train_labels: 0/1 [n', C], the labels whose counts determine rarity; None counts ``labels``.
-        by: choose the label by :func:`rarest_label` or by :func:`first_label`.
+        by: choose the label by :func:`rarest_label`, or the first one in column order.
     """
     labels = np.asarray(labels)
     if labels.ndim == 1:
         return labels.astype(np.int64)
     if by == "first":
-        return first_label(labels)
-    train = labels if train_labels is None else np.asarray(train_labels)
-    return rarest_label(labels, (train > 0).sum(axis=0))
+        return rarest_label(labels, np.zeros(labels.shape[1], np.int64))  # all are equally rare
+    return rarest_label(labels, None if train_labels is None else (np.asarray(train_labels) > 0).sum(axis=0))
 
 
 def cluster_centres(features: npt.NDArray[Any], clusters: int, seed: int) -> npt.NDArray[np.float32]:
@@ -114,16 +101,6 @@ def nearest_centre(features: npt.NDArray[Any], centres: npt.NDArray[Any]) -> I64
 
 
 # --------------------------------------------------------------------------- proportions and counts
-def class_proportions(groups: int, silos: int, alpha: float, generator: np.random.Generator) -> F64:
-    """Sample each group's distribution over silos from Dir(alpha): float64 [G, K], rows sum to 1."""
-    return generator.dirichlet(np.full(silos, alpha), size=groups)
-
-
-def cluster_proportions(groups: int, silos: int, alpha: float, generator: np.random.Generator) -> F64:
-    """Sample each silo's distribution over groups from Dir(alpha): float64 [G, K], columns sum to 1 (RCSR)."""
-    return np.ascontiguousarray(generator.dirichlet(np.full(groups, alpha), size=silos).T)
-
-
 def shard_proportions(groups: int, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
     """Assign ``per_silo`` distinct groups to each silo; a group is split equally among its silos: float64 [G, K].
 
@@ -141,14 +118,8 @@ def shard_proportions(groups: int, silos: int, per_silo: int, generator: np.rand
 def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
     """Sort samples by group, cut them into K * ``per_silo`` equal shards and assign these at random: float64 [G, K].
 
-    Used as in FedAvg if there are more groups than K * ``per_silo``. A large group spans many shards; a shard may hold
-    several small groups.
-
-    Args:
-        sizes: int64 [G], samples of each group.
-        silos: number K of silos.
-        per_silo: shards per silo.
-        generator: assigns the shards.
+    Used as in FedAvg if there are more groups than K * ``per_silo``. ``sizes`` int64 [G] are the samples of each group;
+    a large group spans many shards, and a shard may hold several small groups.
     """
     shards = silos * per_silo
     ends = np.cumsum(sizes)
@@ -164,12 +135,7 @@ def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: n
 def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
     """Number of samples of each group for each silo: cuts at floor(cumsum(p) n_g), remainder to the last silo.
 
-    Args:
-        sizes: int [G], samples of each group.
-        proportions: float64 [G, K], rows sum to 1.
-
-    Returns:
-        int64 [G, K].
+    ``sizes`` int [G] are the samples of each group, ``proportions`` float64 [G, K] sum to 1 in rows; int64 [G, K].
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     cuts = (np.cumsum(proportions, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
@@ -218,7 +184,6 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
     """
     count, silos = proportions.shape
     stock = [generator.permutation(np.flatnonzero(groups == group)).tolist() for group in range(count)]
-    sizes = _equal_sizes(len(groups), silos)
     assigned: list[list[int]] = [[] for _ in range(silos)]
     uniform = generator.random(len(groups)).tolist()
     cumulative: list[list[float]] = []
@@ -232,7 +197,7 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
 
     renormalise()
     for drawn in range(len(groups)):
-        silo = drawn % silos  # the first n % K silos have one more turn, as in _equal_sizes
+        silo = drawn % silos
         edges = cumulative[silo]
         group = min(bisect_right(edges, uniform[drawn] * edges[-1]), count - 1)
         while not stock[group]:  # rounding moved the draw onto an edge
@@ -240,7 +205,6 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
         assigned[silo].append(stock[group].pop())
         if not stock[group]:
             renormalise()
-    assert [len(rows) for rows in assigned] == sizes  # noqa: S101 - round-robin gives equal sizes
     return [np.array(rows, dtype=np.int64) for rows in assigned]
 
 
@@ -248,10 +212,6 @@ def at_least(parts: Sequence[I64], least: int) -> list[I64]:
     """Move samples to silo datasets with fewer than ``least``, each time the last one of the largest (ties: the first).
 
     A silo without data could be selected, yet could neither train nor be evaluated.
-
-    Args:
-        parts: int64 positions of each silo.
-        least: at most the number of samples divided by the number of silos.
     """
     result = list(parts)
     for silo in range(len(result)):
@@ -266,7 +226,7 @@ def at_least(parts: Sequence[I64], least: int) -> list[I64]:
 _LARGER = "data.queries is the number of test items, data.val that of validation items, which may be 0"
 
 
-def _check(partition: Partition, silos: int, samples: int, split: str) -> None:
+def _check(silos: int, samples: int, split: str) -> None:
     if silos > samples:
         way = "fewer silos" + ("" if split == "training" else f", or a larger {split} split: {_LARGER}")
         raise InputError("silos.count", silos, f"at most {samples}, the samples of the {split} split; set {way}")
@@ -284,14 +244,15 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
     Raises:
         InputError: more silos than samples, or more classes per silo than there are classes.
     """
-    _check(partition, silos, len(groups), "training")
+    _check(silos, len(groups), "training")
     generator = numpy_generator(seed, "partition", "proportions")
     count = int(groups.max()) + 1
     match partition.kind:
         case "iid":
             proportions = np.full((1, silos), 1 / silos)
         case "dir_clusters":
-            proportions = cluster_proportions(count, silos, partition.alpha, generator)
+            # Each silo's distribution over groups (RCSR).
+            proportions = np.ascontiguousarray(generator.dirichlet(np.full(count, partition.alpha), size=silos).T)
         case "shards_classes":
             # Labels that are no sample's rarest, e.g. coarse labels, have no samples to assign.
             each, present = partition.classes_per_silo, np.unique(groups)
@@ -304,7 +265,8 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
             else:
                 proportions[present] = shard_proportions(len(present), silos, each, generator)
         case "dir_class":
-            proportions = class_proportions(count, silos, partition.alpha, generator)
+            # Each group's distribution over silos.
+            proportions = generator.dirichlet(np.full(silos, partition.alpha), size=count)
             if partition.balanced:
                 sizes = np.bincount(groups, minlength=count)
                 proportions = until_balanced(sizes, proportions, partition.alpha, generator)
@@ -322,7 +284,7 @@ def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.ran
             best, best_least = proportions, least
         if best_least >= wanted:
             break
-        proportions = class_proportions(len(sizes), silos, alpha, generator)
+        proportions = generator.dirichlet(np.full(silos, alpha), size=len(sizes))
     return best
 
 
@@ -359,7 +321,7 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
     """
     partition, silos = plan_.partition, plan_.silos
     if not sparse:
-        _check(partition, silos, len(groups), split)
+        _check(silos, len(groups), split)
     generator = numpy_generator(plan_.seed, "partition", "deal", split)
     count = max(len(plan_.proportions), int(groups.max(initial=-1)) + 1)
     proportions = np.full((count, silos), 1 / silos)

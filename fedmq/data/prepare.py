@@ -26,8 +26,8 @@ from fedmq.data.prepared_arrays import (
     save_arrays,
     save_present,
 )
-from fedmq.data.readers.array_files import list_arrays
 from fedmq.data.readers.features import KNOWN, FeatureSet, checked, floats, read_features
+from fedmq.data.readers.formats import list_arrays
 from fedmq.data.splits import origin_of_split, same_rows, split_of
 from fedmq.encoders.base import BATCH
 from fedmq.errors import InputError

@@ -101,20 +101,12 @@ class RawSet:
         return f"for example {self.keys[row]}: captions {captions}{named}"
 
     def present(self, kind: str) -> Present | None:
-        """The modalities of each item, bool [n, 2]: image, captions; None if all items have both.
-
-        Args:
-            kind: kind of text; an item always has a bag of words.
-        """
+        """The modalities of each item, bool [n, 2]: image, captions or a bag of words; None if all items have both."""
         captioned = np.array([bool(captions) or kind == "bag" for captions in self.captions])
         return presence(self.with_image, captioned)
 
     def split_by_names(self, paths: Sequence[Sequence[str]]) -> RawSet:
-        """The set with the split that names of files and folders say; items outside of its parts are ignored.
-
-        Args:
-            paths: [n] names, as for :func:`fedmq.data.splits.splits_of_names`.
-        """
+        """The set with the split that :func:`splits_of_names` finds; items outside of its parts are ignored."""
         names, remark = splits_of_names(paths)
         found = replace(self, split_remark=remark)
         if names is None:
@@ -183,12 +175,20 @@ def _digest(lines: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def checked(raw: RawSet) -> RawSet:
+def checked(raw: RawSet, labels: Sequence[Collection[str]] = ()) -> RawSet:
     """Validate a reader's result and return it, without captions in which nothing is visible.
+
+    Args:
+        raw: the result.
+        labels: names of each item's labels, if ``raw`` has no array of labels: equal labels get one spelling, and are
+            in the order of ``raw.label_names``, else sorted.
 
     Raises:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
     """
+    if labels:
+        hot, names = _multi_hot(one_spelling(labels), raw.label_names)
+        raw = replace(raw, labels=hot, label_names=names)
     if len(raw) < 2:
         raise InputError(raw.place, f"{len(raw)} items", "at least 2: one to train on, one to test on")
     twice = [key for key, count in Counter(raw.keys).items() if count > 1]
@@ -232,37 +232,18 @@ def whole(text: str, place: str) -> str:
 # --- labels and files -----------------------------------------------------------------------------------------------
 
 
-def multi_hot(
-    labels: Sequence[Collection[str]], names: Sequence[str] | None = None
-) -> tuple[U8 | None, tuple[str, ...]]:
-    """Encode each item's label names as a multi-hot array; without ``names``, equal labels get one spelling.
-
-    Args:
-        labels: label names of each of the n items.
-        names: all label names in column order; None means the names that occur, sorted.
-
-    Returns:
-        uint8 [n, L] and the L names; None and an empty tuple if there are no labels.
-    """
-    if names is None:
-        labels = one_spelling(labels)
-    names = tuple(sorted({name for item in labels for name in item}) if names is None else names)
-    if not names:
-        return None, ()
+def _multi_hot(labels: Sequence[Collection[str]], names: Sequence[str]) -> tuple[U8 | None, tuple[str, ...]]:
+    """Labels uint8 [n, L] and their L names; None and an empty tuple if there are no labels."""
+    names = tuple(names or sorted({name for item in labels for name in item}))
     column = {name: index for index, name in enumerate(names)}
     hot = np.zeros((len(labels), len(names)), dtype=np.uint8)
     for row, item in enumerate(labels):
-        for name in item:
-            hot[row, column[name]] = 1
-    return hot, names
+        hot[row, [column[name] for name in item]] = 1
+    return (hot, names) if names else (None, ())
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
-    """Rows of the items that ``data.labelled`` keeps: int64, ascending.
-
-    Args:
-        labels: multi-hot [n, L], class numbers [n] (every item has one), or None.
-        place: source named in error messages.
+    """Rows of the items that ``data.labelled`` keeps: int64, ascending; of class numbers [n], all of them.
 
     Raises:
         InputError: fewer than two items have a label.
@@ -325,9 +306,7 @@ def folder_of(data: Data) -> Path:
 def not_read(folder: Path, used: Iterable[Path]) -> dict[str, tuple[str, ...]]:
     """The files below a folder that a reader did not use: images, and others; for :attr:`RawSet.ignored`.
 
-    Args:
-        folder: the folder.
-        used: files, and folders whose files are all used.
+    ``used`` are files, and folders whose files are all used.
     """
     read = {os.path.normpath(path) for path in used}
     left = [
@@ -342,16 +321,7 @@ def not_read(folder: Path, used: Iterable[Path]) -> dict[str, tuple[str, ...]]:
 
 
 def refuse_keys(data: Data, names: Iterable[str], what: str) -> None:
-    """Reject keys of ``data`` that do not apply to the way the set is stored.
-
-    Args:
-        data: the scenario's data section.
-        names: the keys that do not apply.
-        what: how the set is stored, for the error message.
-
-    Raises:
-        InputError: one of the keys is set.
-    """
+    """Reject keys of ``data`` that do not apply to ``what``, the way the set is stored."""
     for name in names:
         value = getattr(data, name)
         if value != Data.model_fields[name].default:

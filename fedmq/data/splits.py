@@ -112,12 +112,7 @@ def split_line(origin: str, split: U8) -> str:
 
 
 def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
-    """A file's ``split`` array as indices into ``SPLITS``: uint8 [n].
-
-    Args:
-        path: the file, for error messages.
-        value: [n] names or codes.
-        n: number of items.
+    """A file's ``split`` array of names or codes as indices into ``SPLITS``: uint8 [n].
 
     Raises:
         InputError: wrong shape or dtype, an unknown value, or no training or no test item.
@@ -140,16 +135,10 @@ def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
 
 
 def _assign(order: I64, same: I64 | None, split: U8, sizes: Sequence[tuple[str, int]]) -> None:
-    """Assign items to splits in an order; items with the same image go into one split.
+    """Assign items to splits, changing ``split``, in an order of rows; items with the same image go into one split.
 
     Without such items, each split takes the next items. Otherwise a split takes the next groups that still fit, so it
     may stay smaller than its size, or one group if none fits.
-
-    Args:
-        order: int64 [n], a permutation of the rows.
-        same: int64 [n], the first row with the same image as each row; None if all images differ.
-        split: uint8 [n], indices into ``SPLITS``; changed in place.
-        sizes: name and number of items of each split, in the order of assignment.
     """
     groups: dict[int, list[int]] = {}
     for row in order.tolist():
@@ -170,43 +159,28 @@ def _assign(order: I64, same: I64 | None, split: U8, sizes: Sequence[tuple[str, 
         left = rest
 
 
-def draw_split(n: int, seed: int, same: I64 | None = None) -> npt.NDArray[np.uint8]:
-    """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training.
+def draw_split(n: int, seed: int, same: I64 | None = None) -> U8:
+    """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training; otherwise as `draw_parts`."""
+    return _drawn(n, same, "train", (("test", max(1, n // 10)), ("val", n // 10)), numpy_generator(seed, "split"))
 
-    Args:
-        n: number of items.
-        seed: seed of the draw.
-        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
 
-    Returns:
-        uint8 [n], indices into ``SPLITS``.
-
-    Raises:
-        InputError: all items have the same image.
-    """
-    _check_images(same)
-    split = np.zeros(n, dtype=np.uint8)
-    order = numpy_generator(seed, "split").permutation(n)
-    _assign(order, same, split, (("test", max(1, n // 10)), ("val", n // 10)))
+def _drawn(n: int, same: I64 | None, rest: str, sizes: Sequence[tuple[str, int]], generator: np.random.Generator) -> U8:
+    """Sample splits of these sizes; ``rest`` is the split of all other items."""
+    if same is not None and (same == same[0]).all():
+        raise InputError("data", f"one image for all {len(same)} items", "at least two: one to train on, one to test")
+    split = np.full(n, SPLITS.index(rest), dtype=np.uint8)
+    _assign(generator.permutation(n), same, split, sizes)
     return split
 
 
-def _check_images(same: I64 | None) -> None:
-    if same is not None and (same == same[0]).all():
-        raise InputError("data", f"one image for all {len(same)} items", "at least two: one to train on, one to test")
-
-
 def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
-    """Sample test, validation and training items, in this order; the rest becomes ``database``.
+    """Sample test, validation and training items, in this order; the rest becomes ``database``: uint8 [n].
 
     Args:
         n: number of items.
         sizes: number of items of each split.
         seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
-        same: as in :func:`draw_split`.
-
-    Returns:
-        uint8 [n], indices into ``SPLITS``.
+        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
 
     Raises:
         InputError: the set is too small for these sizes, or all items have the same image.
@@ -217,13 +191,11 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
     if queries < 1 or train < 1 or train > rest:
         found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
         raise InputError("data.queries, data.val, data.train", found, f"in total at most the {n} items of the data set")
-    _check_images(same)
-    order = numpy_generator(seed, "data", "split").permutation(n)
-    # Without a number of training items all others are for training, also those that a smaller split leaves over.
-    split = np.full(n, SPLITS.index("train" if sizes.train is None else "database"), dtype=np.uint8)
-    parts = [("test", queries), ("val", sizes.val), *([] if sizes.train is None else [("train", train)])]
-    _assign(order, same, split, parts)
-    return split
+    parts = [("test", queries), ("val", sizes.val)]
+    generator = numpy_generator(seed, "data", "split")
+    if sizes.train is None:  # all others are for training, also those that a smaller split leaves over
+        return _drawn(n, same, "train", parts, generator)
+    return _drawn(n, same, "database", [*parts, ("train", sizes.train)], generator)
 
 
 def split_of(official: U8 | None, n: int, data: Data, usual: Draw, same_images: Callable[[], I64] | None = None) -> U8:
@@ -264,11 +236,7 @@ def split_numbers(
 ) -> U8:
     """Map a file's split names, in any case, or numbers to indices into ``SPLITS``: uint8 [n].
 
-    Args:
-        place: the file, for error messages.
-        names: [n] split names as in the file.
-        aliases: the file's split names, in lower case, mapped to those of ``SPLITS``.
-        lines: [n] line numbers of the items, for error messages; None numbers the items instead.
+    ``aliases`` maps further names, in lower case, to those of ``SPLITS``; ``lines`` has the line of each item.
 
     Raises:
         InputError: an unknown name; the message gives the item's line or number.
@@ -387,13 +355,8 @@ def much_closer_to_one(
 ) -> npt.NDArray[np.bool_]:
     """Whether one of the others is much closer (:data:`MUCH_CLOSER`) to a vector, by cosine distance, than all others.
 
-    Args:
-        vectors: [q, d].
-        others: [m, d], all different.
-        done: receives the number of vectors compared so far.
-
-    Returns:
-        bool [q]; False where the others are fewer than two.
+    Of vectors [q, d] and different others [m, d]: bool [q], False where the others are fewer than two. ``done``
+    receives the number of vectors compared so far.
 
     >>> much_closer_to_one(np.array([[1.0, 0.1], [1.0, 1.0]]), np.eye(2)).tolist()
     [True, False]

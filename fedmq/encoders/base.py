@@ -18,22 +18,14 @@ BATCH = 32  # items per forward pass
 
 
 def stated_digest(digest: str, later: str = "") -> str:
-    """Digest (hex) by which a site with its own data states its encoder: of the encoder and the later weights.
-
-    Args:
-        digest: :attr:`Encoder.digest`.
-        later: :attr:`Encoder.later`.
-    """
+    """Digest (hex) by which a site with its own data states ``digest`` and ``later`` of its :class:`Encoder`."""
     return hashlib.sha256(f"{digest} {later}".encode()).hexdigest()
 
 
 def too_long(texts: Sequence[str], most: int, longer: Callable[[list[str]], Iterable[bool]]) -> list[bool]:
-    """Whether each text has more tokens than an encoder reads.
+    """Whether each text has more tokens than the ``most`` that an encoder reads, two of which mark its start and end.
 
-    Args:
-        texts: the texts.
-        most: tokens that the encoder reads, two of which mark the start and the end.
-        longer: says it of some texts by tokenising them. A token stands for at least one byte, so most need not be.
+    ``longer`` says it of some texts by tokenising them. A token stands for at least one byte, so most need not be.
     """
     doubtful = [text for text in texts if len(text.encode()) + 2 > most]
     found = dict(zip(doubtful, longer(doubtful), strict=True)) if doubtful else {}

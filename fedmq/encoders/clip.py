@@ -179,14 +179,7 @@ def load_tower(
 
 
 def tokenise(name: str, texts: Sequence[str]) -> Tokens:
-    """Token ids from CLIP's tokeniser, which is part of open_clip.
-
-    Args:
-        name: name of the model.
-        texts: texts, truncated to the model's context length.
-
-    Returns:
-        int32 [n, context length], usually [n, 77].
+    """Token ids from CLIP's tokeniser, which is part of open_clip: int32 [n, context length], usually [n, 77].
 
     Raises:
         InputError: the model needs a tokeniser from a model hub, or its vocabulary is too small.
@@ -218,17 +211,7 @@ def cut(name: str, texts: Sequence[str]) -> list[bool]:
 
 
 def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: str = "cpu") -> Floats:
-    """Features of the frozen text tower, after its projection.
-
-    Args:
-        frozen: the text tower.
-        tokens: int [n, 77].
-        rows: captions per forward pass.
-        device: device of the tower.
-
-    Returns:
-        float32 [n, e].
-    """
+    """Features float32 [n, e] of the frozen text tower, after its projection, of tokens int [n, 77], some rows each."""
     with torch.inference_mode():
         parts = [frozen(torch.from_numpy(part).to(device)).cpu().numpy() for part in _parts(tokens, rows)]
     return np.concatenate(parts)

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -211,55 +211,46 @@ class ImageFiles(Images):
         return type(self)(tuple(self.paths[row] for row in rows), self.wanted, self.folders)
 
 
-class Stack(ABC):
-    """n images stored together, in an array or an archive, opened and read lazily."""
+@dataclass(frozen=True)
+class StoredImages(Images):
+    """Images that are stored together, in an array, a table or an archive, and read one by one."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    rows: tuple[int, ...]  # place of each image among the stored ones
 
-    @abstractmethod
-    def name(self, row: int) -> str:
-        """Name of one image in error messages."""
+    def __len__(self) -> int:
+        return len(self.rows)
 
     @property
     @abstractmethod
     def stamp(self) -> str:
-        """Fingerprint of the images and their order, which changes if one of their files is replaced."""
+        """Fingerprint of all stored images and their order, which changes if one of their files is replaced."""
 
     @abstractmethod
-    def image(self, row: int) -> Pixels:
-        """Read one image: uint8 [height, width, 3].
+    def stored_name(self, at: int) -> str:
+        """Name of a stored image in error messages."""
+
+    @abstractmethod
+    def stored_image(self, at: int) -> Pixels:
+        """Read a stored image: uint8 [height, width, 3].
 
         Raises:
             InputError: it cannot be read.
         """
 
-
-@dataclass(frozen=True)
-class StoredImages(Images):
-    """Images that are stored together, as the rows of an array or in an archive."""
-
-    stack: Stack  # the stored images
-    rows: tuple[int, ...]  # row of each image in the stack
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @override
     def name(self, row: int) -> str:
-        return self.stack.name(self.rows[row])
+        return self.stored_name(self.rows[row])
 
     @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         del on_progress  # few files
-        stamp = self.stack.stamp
-        return tuple(f"{stamp}|{row}|{images.PIXELS_VERSION}" for row in self.rows)
+        return tuple(f"{self.stamp}|{row}|{images.PIXELS_VERSION}" for row in self.rows)
 
     @override
     def contents(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         found = []
         for done, row in enumerate(self.rows, 1):
-            pixels = self.stack.image(row)
+            pixels = self.stored_image(row)
             found.append(blake3.blake3(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest())
             if done % _REPORTED == 0 or done == len(self.rows):
                 on_progress(done)
@@ -267,11 +258,11 @@ class StoredImages(Images):
 
     @override
     def frames(self, row: int) -> list[Pixels]:
-        return [self.stack.image(self.rows[row])]
+        return [self.stored_image(self.rows[row])]
 
     @override
     def subset(self, rows: Sequence[int]) -> Self:
-        return type(self)(self.stack, tuple(self.rows[row] for row in rows))
+        return replace(self, rows=tuple(self.rows[row] for row in rows))
 
 
 @dataclass(frozen=True)

@@ -52,15 +52,7 @@ def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
 
 
 def decode_bytes(content: bytes, place: str) -> Pixels:
-    """Decode the bytes of an image file, like :func:`decode`.
-
-    Args:
-        content: content of the file.
-        place: place of the image in error messages.
-
-    Raises:
-        InputError: as in :func:`decode`.
-    """
+    """Decode the bytes of an image file, like :func:`decode`; ``place`` is its place in error messages."""
     return quarantine.read(pixels_of, content, place, place=place, allowed="a readable image", libraries=_LIBRARIES)
 
 
@@ -220,15 +212,9 @@ def _on_white(image: Any) -> Any:
 
 
 def _grayscale(image: Any, tags: Mapping[int, Any], place: str) -> npt.NDArray[np.uint8]:
-    """The values of an opened image of mode I or F, which Pillow would clip, scaled to 0 for black and 255 for white.
+    """The values of an opened image of mode I or F, which Pillow would clip, as uint8: 0 for black to 255 for white.
 
-    Args:
-        image: the image; the value that it declares transparent becomes white.
-        tags: its TIFF tags; empty for other formats.
-        place: place of the image in error messages.
-
-    Returns:
-        uint8 [height, width].
+    The value that the image declares transparent becomes white; ``tags`` are its TIFF tags.
     """
     values = np.asarray(image).astype(np.float64)
     clear = np.zeros(values.shape, np.bool_)

@@ -105,14 +105,9 @@ def _image_weights() -> Path:
 
 
 def timm_names(state: Mapping[str, Tensor], depths: Sequence[int]) -> dict[str, Tensor]:
-    """Rename the packaged EfficientNet-Lite0's weights to timm's names.
+    """Rename the packaged EfficientNet-Lite0's weights to timm's names, given timm's number of blocks in each stage.
 
-    Args:
-        state: tensors by packaged name, e.g. ``_blocks.3._project_conv.weight``; blocks are numbered across stages.
-        depths: timm's number of blocks in each stage.
-
-    Returns:
-        The same tensors by timm's names, e.g. ``blocks.2.0.conv_pwl.weight``.
+    ``_blocks.3._project_conv.weight`` becomes ``blocks.2.0.conv_pwl.weight``: blocks are numbered across stages.
     """
     place = [f"{stage}.{index}" for stage, depth in enumerate(depths) for index in range(depth)]
     outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
@@ -171,16 +166,10 @@ def image_tower() -> torch.nn.Module:
 
 
 def frame(image: Pixels) -> Pixels:
-    """Crop a drawing to its content and resize it to the tower's input; photographs are only resized.
+    """Crop a drawing to its content and resize it to the tower's input, uint8 [EDGE, EDGE, 3]; photographs are resized.
 
     This makes the margins of different sets of drawings equal. If all four corners have the same colour, it is the
     background: the image is cropped to the rest and centred on a square of that colour, with a margin of 1/16.
-
-    Args:
-        image: uint8 [height, width, 3].
-
-    Returns:
-        uint8 [EDGE, EDGE, 3].
     """
     paper = image[0, 0].astype(np.int16)
     corners = image[[0, 0, -1, -1], [0, -1, 0, -1]]
@@ -202,14 +191,9 @@ def frame(image: Pixels) -> Pixels:
 
 
 def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
-    """Spatial mean and maximum of each stage, then the penultimate stage pooled to a coarse grid.
+    """Spatial mean and maximum of each stage in order, then the penultimate stage pooled to a coarse grid.
 
-    Args:
-        tower: from :func:`image_tower`.
-        batch: float32 [n, 3, EDGE, EDGE], scaled.
-
-    Returns:
-        float32 [n, IMAGE_DIM]: mean and maximum of each stage in order, then the grid.
+    Images float32 [n, 3, EDGE, EDGE], scaled, to float32 [n, IMAGE_DIM].
     """
     x = cast("torch.nn.Module", tower.bn1)(cast("torch.nn.Module", tower.conv_stem)(batch))
     maps = []
@@ -223,13 +207,9 @@ def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
 
 
 def image_features(images: Iterable[Pixels]) -> Floats:
-    """Pooled activations of the image tower, before the head.
+    """Pooled activations of the image tower, before the head: float32 [n, IMAGE_DIM].
 
-    Args:
-        images: uint8 [height, width, 3] each, RGB; read lazily.
-
-    Returns:
-        float32 [n, IMAGE_DIM].
+    ``images`` are RGB, uint8 [height, width, 3] each, and are read lazily.
     """
     tower = image_tower()
     parts = [np.empty((0, IMAGE_DIM), np.float32)]
@@ -268,15 +248,8 @@ def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
 def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
     """BERT's encoder with mean pooling and normalisation, following the model card of ``all-MiniLM-L6-v2``.
 
-    Implemented here because importing a library takes longer than encoding the captions.
-
-    Args:
-        w: weights by BERT's names.
-        ids: int64 [n, tokens].
-        mask: bool [n, tokens]; False for padding.
-
-    Returns:
-        float32 [n, TEXT_DIM], unit length.
+    Implemented here because importing a library takes longer than encoding the captions. ``w`` are weights by BERT's
+    names, ``ids`` int64 [n, tokens], ``mask`` bool [n, tokens], False for padding; float32 [n, TEXT_DIM], unit length.
     """
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -315,13 +288,9 @@ def cut(texts: Sequence[str]) -> list[bool]:
 
 
 def text_features(texts: Sequence[str]) -> Floats:
-    """Sentence embeddings of the text tower, before the head.
+    """Sentence embeddings of the text tower, before the head: float32 [n, TEXT_DIM], unit length.
 
-    Args:
-        texts: any strings; truncated to ``MAX_TOKENS`` tokens.
-
-    Returns:
-        float32 [n, TEXT_DIM], unit length.
+    Texts are truncated to ``MAX_TOKENS`` tokens.
 
     Raises:
         InputError: a package is missing.
@@ -370,13 +339,7 @@ def _heads() -> dict[str, Tensor]:
 def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
     """Head of one ensemble member: an optional projection, then a linear path plus one hidden layer.
 
-    Args:
-        w: from ``_heads``.
-        at: name prefix, e.g. ``"image.0"``.
-        x: float32 [n, features].
-
-    Returns:
-        float32 [n, DIM / members], unit length.
+    ``at`` is the prefix of its names, e.g. ``"image.0"``; float32 [n, features] to [n, DIM / members], unit length.
     """
     if f"{at}.down.weight" in w:
         x = functional.linear(x, w[f"{at}.down.weight"], w[f"{at}.down.bias"])
@@ -388,16 +351,9 @@ def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
 
 
 def align(tower: str, features: Floats) -> Floats:
-    """Map a tower's features into the joint space.
+    """Map the features of the tower ``"image"`` or ``"text"`` into the joint space: float32 [n, DIM], unit length.
 
     The members' unit vectors are concatenated, so a dot product is the mean of the members' cosine similarities.
-
-    Args:
-        tower: ``"image"`` or ``"text"``.
-        features: float32 [n, IMAGE_DIM] or [n, TEXT_DIM].
-
-    Returns:
-        float32 [n, DIM], unit length.
     """
     w = _heads()
     members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
@@ -414,29 +370,12 @@ def align(tower: str, features: Floats) -> Floats:
 
 
 def encode_images(images: Iterable[Pixels]) -> Floats:
-    """Embed images in the joint space.
-
-    Args:
-        images: uint8 [height, width, 3] each, RGB; read lazily.
-
-    Returns:
-        float32 [n, DIM], unit length.
-    """
+    """Embed RGB images, uint8 [height, width, 3] each, in the joint space: float32 [n, DIM], unit length."""
     return align("image", image_features(images))
 
 
 def encode_texts(texts: Sequence[str]) -> Floats:
-    """Embed texts in the joint space.
-
-    Args:
-        texts: any strings; truncated to ``MAX_TOKENS`` tokens.
-
-    Returns:
-        float32 [n, DIM], unit length.
-
-    Raises:
-        InputError: a package is missing.
-    """
+    """Embed texts in the joint space: float32 [n, DIM], unit length; errors as of :func:`text_features`."""
     return align("text", text_features(texts))
 
 

@@ -19,13 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from fedmq.data.labels import is_whole
-from fedmq.data.readers import formats
+from fedmq.data.readers.formats import Stored, in_quarantine, list_arrays, read_hdf5_row
 from fedmq.data.splits import SPLITS
-from fedmq.encoders.image_sets import Stack, is_leftover
+from fedmq.encoders.image_sets import StoredImages, is_leftover
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
-from fedmq.storage import quarantine
 from fedmq.storage.cache import file_digests
 
 Array = npt.NDArray[Any]
@@ -44,92 +42,18 @@ WORDS: Mapping[Role, frozenset[str]] = {
     "text": frozenset({"t", "y", "txt", "txts", "text", "texts", "tag", "tags", "sentence", "sentences", "bow"}),
     "image": frozenset({"i", "f", "x", "img", "imgs", "image", "images"}),
 }
-_LIBRARIES = ("h5py", "scipy.io", "scipy.sparse")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An array in a file, not yet read."""
-
-    path: Path
-    key: str  # name of the array in the file
-    shape: tuple[int, ...]  # shape as MATLAB or NumPy shows it
-    matlab: bool = False  # stored in HDF5 with reversed axes, as MATLAB does
-    strings: bool = False  # holds strings; a row of a MATLAB character array is one string
-    integers: bool = False  # has an integer dtype, if the file lists dtypes
-    hdf5: bool = False  # the file is HDF5
-
-    @property
-    def place(self) -> str:
-        """Name of the array in error messages."""
-        return f"{self.path}: {self.key}"
-
-    def read(self) -> Array:
-        """Read the whole array.
-
-        Raises:
-            InputError: the array is unreadable or holds Python objects.
-        """
-        about = (self.key, self.matlab, self.strings)
-        array: Array = _from(self.path, self.place, formats.read_array, self.path, *about)
-        return array
-
-    def vector(self, n: int) -> Array:
-        """Read a value for each of n items, which MATLAB stores as a matrix, of strings with spaces or of doubles."""
-        value = self.read()
-        value = value.reshape(-1) if value.shape in ((n, 1), (1, n)) else value
-        if value.dtype.kind in "US":
-            return np.char.strip(value)
-        return value.astype(np.int64) if value.dtype.kind == "f" and is_whole(value) else value
-
-    def numbers(self) -> Array:
-        """Read the whole array, which must be numeric.
-
-        Raises:
-            InputError: the array is unreadable or does not hold real numbers.
-        """
-        array = self.read()
-        if array.dtype.kind not in "iufb":
-            raise InputError(self.place, f"dtype {array.dtype}", "real numbers")
-        return array
-
-
-def _from(path: Path, place: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """What a function of ``formats`` reads from a file."""
-    allowed = f"a readable {path.suffix} file of plain arrays"
-    libraries = () if path.suffix.lower() in (".npz", ".safetensors") else _LIBRARIES
-    return quarantine.read(function, *arguments, place=place, allowed=allowed, files=[path], libraries=libraries)
-
-
-def list_arrays(path: Path, also: str = "split") -> list[Stored]:
-    """List the arrays of a file without reading them.
-
-    Args:
-        path: the file.
-        also: name of an array that is listed whatever it holds, e.g. a cell array of strings.
-
-    Raises:
-        InputError: the file is missing, truncated or unreadable.
-    """
-    listed: list[formats.Listed] = _from(path, str(path), formats.list_arrays, path, also)
-    return [
-        Stored(path, it["key"], tuple(it["shape"]), it["matlab"], it["strings"], it["integers"], it["hdf5"])
-        for it in listed
-    ]
-
-
-def _array_files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS and not is_leftover(file.name))
 
 
 def files_of(path: Path) -> list[Path]:
     """Array files at a path: the file itself, or those in the folder, or else those in its ``train`` and ``test``."""
-    if path.is_dir():
-        # No deeper search: a symbolic link may lead back up.
-        places = (path,), (path / "test", path / "train")
-        candidates = ([file for each in some if each.is_dir() for file in _array_files_in(each)] for some in places)
-        return next(filter(None, candidates), [])
-    return [path] if path.suffix.lower() in ENDINGS else []
+    if not path.is_dir():
+        return [path] if path.suffix.lower() in ENDINGS else []
+    # No deeper search: a symbolic link may lead back up.
+    for folders in ([path], [path / "test", path / "train"]):
+        inside = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]
+        if found := [file for file in inside if file.suffix.lower() in ENDINGS and not is_leftover(file.name)]:
+            return found
+    return []
 
 
 def _words(key: str) -> set[str]:
@@ -168,14 +92,10 @@ StoredByRole = dict[tuple[str, Role], Stored]
 
 
 def recognise(path: Path, pixels: bool) -> StoredByRole:
-    """Identify the part and role of each array of a data set; arrays with unknown names are ignored.
+    """Identify the part and role of each array of a file or a folder; arrays with unknown names are ignored.
 
-    Args:
-        path: a file, or a folder whose files form one data set.
-        pixels: look for images as pixels (four dimensions) instead of features (two).
-
-    Returns:
-        Arrays by part and role; the parts are either ``all`` alone or splits.
+    ``pixels``: look for images as pixels (four dimensions) instead of features (two). The parts of the result are
+    either ``all`` alone or splits.
 
     Raises:
         InputError: a file is unreadable, two arrays have the same part and role, items are columns, or only some of the
@@ -294,24 +214,16 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 
 @dataclass(frozen=True)
-class PixelArray(Stack):
+class PixelArray(StoredImages):
     """Images in one stored array; images in an HDF5 file are read one by one."""
 
     # Array of four dimensions: images first or last, and three channels before or after height and width.
     stored: Stored
-    n: int  # number of images
-
-    def __len__(self) -> int:
-        return self.n
-
-    @property
-    def place(self) -> str:
-        """Name of the array in error messages."""
-        return self.stored.place
+    n: int  # number of images in it
 
     @override
-    def name(self, row: int) -> str:
-        return f"{self.place}[{row}]"
+    def stored_name(self, at: int) -> str:
+        return f"{self.stored.place}[{at}]"
 
     @cached_property
     @override
@@ -322,19 +234,18 @@ class PixelArray(Stack):
     def _all(self) -> Array:
         return self.stored.read()
 
-    def _stored(self, row: int) -> Array:
+    def _as_stored(self, at: int) -> Array:
         """One image with its axes as they are stored."""
         if self.stored.hdf5:
             path, shape = self.stored.path, self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
-            arguments = (path, self.stored.key, row, shape[0] != self.n)
-            array: Array = _from(path, self.name(row), formats.read_hdf5_row, *arguments)
-            return array
+            arguments = (path, self.stored.key, at, shape[0] != self.n)
+            return in_quarantine(read_hdf5_row, *arguments, place=self.stored_name(at))
         # Other files can only be read as a whole; the lock keeps threads from doing so several times.
         with _OPENING:
             images = self._all
         if images.ndim != 4 or self.n not in (images.shape[0], images.shape[3]):
-            raise InputError(self.place, f"shape {list(images.shape)}", f"{self.n} images")
-        return images[row] if images.shape[0] == self.n else images[..., row]
+            raise InputError(self.stored.place, f"shape {list(images.shape)}", f"{self.n} images")
+        return images[at] if images.shape[0] == self.n else images[..., at]
 
     def checked(self) -> PixelArray:
         """Validate the array, so that it is reported once and not for each image, and return it.
@@ -346,22 +257,21 @@ class PixelArray(Stack):
         shape = self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
         rest = shape[1:] if shape[0] == self.n else shape[:-1]
         if 3 not in (rest[0], rest[2]) or 0 in shape:
-            raise InputError(self.place, f"shape {list(self.stored.shape)}", _ALLOWED)
+            raise InputError(self.stored.place, f"shape {list(self.stored.shape)}", _ALLOWED)
         if not self.stored.integers:
             # MATLAB's default type is double. Checking every image would take as long as the extraction.
             for row in sorted({0, self.n // 2, self.n - 1}):
-                self.image(row)
+                self.stored_image(row)
         return self
 
     @override
-    def image(self, row: int) -> Pixels:
-        image = self._stored(row)
+    def stored_image(self, at: int) -> Pixels:
+        image, place = self._as_stored(at), self.stored_name(at)
         if image.ndim != 3:
-            raise InputError(self.name(row), f"{image.dtype} {list(image.shape)}", _ALLOWED)
+            raise InputError(place, f"{image.dtype} {list(image.shape)}", _ALLOWED)
         # MATLAB stores arrays in HDF5 with reversed axes.
         image = image.transpose() if self.stored.matlab else image
         image = image.transpose(1, 2, 0) if image.shape[2] != 3 and image.shape[0] == 3 else image
-        place = self.name(row)
         if image.shape[2] != 3 or image.dtype.kind not in "uif":
             raise InputError(place, f"{image.dtype} {list(image.shape)}", _ALLOWED)
         if image.dtype != np.uint8:

@@ -21,10 +21,8 @@ from fedmq.data.readers.array_files import (
     ENDINGS,
     PixelArray,
     Role,
-    Stored,
     StoredByRole,
     files_of,
-    list_arrays,
     parts_of,
     recognise,
 )
@@ -37,8 +35,9 @@ from fedmq.data.readers.folders import (
     wikipedia_photos,
     wikipedia_split,
 )
+from fedmq.data.readers.formats import Stored, list_arrays
 from fedmq.data.splits import SPLITS, split_codes
-from fedmq.encoders.image_sets import StoredImages, is_leftover
+from fedmq.encoders.image_sets import is_leftover
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
@@ -290,7 +289,7 @@ def read_pixels(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(f"{row:06d}" for row in range(n)),
-            images=StoredImages(PixelArray(image, n).checked(), tuple(range(n))),
+            images=PixelArray(tuple(range(n)), image, n).checked(),
             captions=((),) * n,
             bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
             labels=labels.astype(np.uint8),

@@ -22,7 +22,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_json, read_text
+from fedmq.data.raw_set import RawSet, checked, first_existing, folder_of, is_number, read_json, read_text
 from fedmq.data.splits import split_numbers
 from fedmq.encoders.image_sets import ImageFiles, files_below
 from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS
@@ -110,7 +110,6 @@ def read_karpathy(data: Data) -> RawSet:
     images = read_json(path, _Karpathy, "Karpathy's JSON: images with filename, split and sentences").images
     folders = [inner for start in (folder, path.parent) for inner in (start, start / "annotations")]
     categories = _categories(folders) if data.name == "coco" else {}
-    labels, names = multi_hot([categories.get(str(image.cocoid), set()) for image in images])
     return checked(
         RawSet(
             place=str(path),
@@ -119,10 +118,9 @@ def read_karpathy(data: Data) -> RawSet:
             captions=tuple(
                 tuple(text for sentence in image.sentences if (text := sentence.raw.strip())) for image in images
             ),
-            labels=labels,
-            label_names=names,
             split=split_numbers(str(path), [image.split for image in images], {"restval": "train"}),
-        )
+        ),
+        [categories.get(str(image.cocoid), ()) for image in images],
     )
 
 
@@ -179,16 +177,14 @@ def _of_coco(data: Data, folder: Path, files: Sequence[Path]) -> RawSet:
             if text := annotation.caption.strip():
                 captions[annotation.image_id][text] = None
     categories = _categories([files[0].parent])
-    labels, names = multi_hot([categories.get(str(number), set()) for number in numbers])
     raw = RawSet(
         place=str(files[0]),
         keys=tuple(keys),
         images=ImageFiles(tuple(paths)),
         captions=tuple(tuple(captions[number]) for number in numbers),
-        labels=labels,
-        label_names=names,
     )
-    return checked(raw).split_by_names([(part,) for part in parts])
+    labels = [categories.get(str(number), ()) for number in numbers]
+    return checked(raw, labels).split_by_names([(part,) for part in parts])
 
 
 # --- the release of Flickr8k ----------------------------------------------------------------------------------------
@@ -341,8 +337,7 @@ def read_msrvtt(data: Data) -> RawSet:
             if text := sentence.caption.strip():
                 captions[sentence.video_id].append(text)
     places, keys = _places(root), tuple(video.video_id for video in videos)
-    categories = [None if video.category is None else str(video.category).zfill(2) for video in videos]
-    labels, names = multi_hot([set() if category is None else {f"category-{category}"} for category in categories])
+    categories = [() if video.category is None else (f"category-{video.category!s:0>2}",) for video in videos]
     splits = split_numbers(str(paths[0]), [video.split for video in videos], {"validate": "val", "trainval": "train"})
     return checked(
         RawSet(
@@ -350,8 +345,7 @@ def read_msrvtt(data: Data) -> RawSet:
             keys=keys,
             images=ImageFiles(tuple(places.get(key, root / f"{key}.mp4") for key in keys), data.frames, True),
             captions=tuple(tuple(captions[key]) for key in keys),
-            labels=labels,
-            label_names=names,
             split=splits,
-        )
+        ),
+        categories,
     )

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from fedmq.data.labels import labels_of, strings_in, unique_strings
 from fedmq.data.prepared_arrays import Present, first_rows, presence
-from fedmq.data.readers.array_files import Stored, list_arrays, meaning
+from fedmq.data.readers.array_files import meaning
+from fedmq.data.readers.formats import Stored, list_arrays
 from fedmq.data.splits import draw_split, first_of_equals, same_rows, split_codes
 from fedmq.data.warnings import NOTHING, DataWarnings, of_vectors
 from fedmq.errors import InputError
@@ -126,11 +127,7 @@ def floats(
 def _check_lengths(path: Path, name: str, vectors: npt.NDArray[np.float32], items: npt.NDArray[np.int64]) -> None:
     """Refuse vectors so long or so short that float32 cannot scale them to unit length; zeros are allowed.
 
-    Args:
-        path: the file, for the error message.
-        name: the array, likewise.
-        vectors: finite vectors [N, d].
-        items: the row in the file of each vector's item, int64 [N].
+    ``items`` int64 [N] has the row in the file of each vector's item.
     """
     largest = np.maximum(vectors.max(axis=1), -vectors.min(axis=1))
     wrong = np.flatnonzero((largest > _LARGEST) | ((largest > 0) & (largest < _SMALLEST)))
@@ -178,11 +175,7 @@ def _captions(
 def _check_axes(path: Path, shape: tuple[int, ...], captions: npt.NDArray[np.int64], *, stated: bool) -> None:
     """Refuse texts [n, C, d] that are probably [n, d, C]: more captions than numbers in each, without gaps or reason.
 
-    Args:
-        path: the file, for the error message.
-        shape: shape of the texts.
-        captions: numbers of captions of the items that have some.
-        stated: whether the file states these numbers.
+    ``captions`` are the numbers of captions of the items that have some, ``stated`` whether the file states them.
     """
     n, most, width = shape
     if most <= width or not len(captions) or (captions.max() == most if stated else captions.min() < most):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_text
+from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, read_text
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.image_sets import ImageFiles, exists, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS
@@ -105,10 +105,8 @@ def read_iapr(data: Data) -> RawSet:
         paths.append(_iapr_image(data.images, image) if data.images else notes.parent / image)
         captions.append((caption,) if caption else ())
     regions = _regions(folder)
-    labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
-    return checked(
-        RawSet(str(notes), tuple(keys), ImageFiles(tuple(paths)), tuple(captions), None, labels, label_names)
-    )
+    labels = [regions.get(Path(key).name, ()) for key in keys]
+    return checked(RawSet(str(notes), tuple(keys), ImageFiles(tuple(paths)), tuple(captions)), labels)
 
 
 # --- Wikipedia ------------------------------------------------------------------------------------------------------
@@ -165,7 +163,6 @@ def wikipedia_photos(data: Data) -> RawSet:
         content = read_text(written) if exists(written) else ""
         caption = element(content, "text") or plain(content)
         captions.append((caption,) if caption else ())
-    labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
     return checked(
         RawSet(
             place=str(folder),
@@ -173,10 +170,10 @@ def wikipedia_photos(data: Data) -> RawSet:
             keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
             images=ImageFiles(tuple(paths)),
             captions=tuple(captions),
-            labels=labels,
-            label_names=names,
+            label_names=WIKIPEDIA_CLASSES,
             split=wikipedia_split(len(lists["train"]), len(lists["test"])),
-        )
+        ),
+        [(WIKIPEDIA_CLASSES[number],) for _, _, number in pairs],
     )
 
 
@@ -205,10 +202,11 @@ def read_pascal(data: Data) -> RawSet:
     for stem in inner:
         lines = read_text(written[stem]).splitlines() if stem in written else []
         captions.append(tuple(line.strip() for line in lines if line.strip()))
-    labels, names = multi_hot([{stem.parts[0]} if len(stem.parts) > 1 else set() for stem in inner])
     paths = tuple(endings.get(stem, root / f"{stem}.jpg") for stem in inner)
     keys = tuple(stem.as_posix() for stem in inner)
-    return checked(RawSet(str(folder), keys, ImageFiles(paths), tuple(captions), None, labels, names))
+    return checked(
+        RawSet(str(folder), keys, ImageFiles(paths), tuple(captions)), [stem.parts[:-1][:1] for stem in inner]
+    )
 
 
 # --- MIRFlickr-25K and NUS-WIDE -------------------------------------------------------------------------------------

@@ -1,25 +1,32 @@
 """Read arrays, tables and archives of other people with the libraries that are made for them.
 
-:mod:`fedmq.storage.quarantine` runs these functions in its child process. SciPy, h5py, NumPy, safetensors, pyarrow and
-tarfile read the files, and nothing is unpickled. Paths are strings.
+:mod:`fedmq.storage.quarantine` runs these functions in its child process, where paths are strings. SciPy, h5py, NumPy,
+safetensors, pyarrow and tarfile read the files, and nothing is unpickled.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import tarfile
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.data.labels import is_whole
 from fedmq.errors import InputError
 from fedmq.packages import package
+from fedmq.storage import quarantine
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+_LIBRARIES = ("h5py", "scipy.io", "scipy.sparse")
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 
@@ -27,19 +34,76 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
-class Listed(TypedDict):
-    """What a file says of an array, by the fields of :class:`fedmq.data.readers.array_files.Stored`."""
+@dataclass(frozen=True)
+class Stored:
+    """An array in a file, not yet read."""
 
-    key: str
-    shape: list[int]
-    matlab: bool
-    strings: bool
-    integers: bool
-    hdf5: bool
+    path: Path
+    key: str  # name of the array in the file
+    shape: tuple[int, ...]  # shape as MATLAB or NumPy shows it
+    matlab: bool = False  # stored in HDF5 with reversed axes, as MATLAB does
+    strings: bool = False  # holds strings; a row of a MATLAB character array is one string
+    integers: bool = False  # has an integer dtype, if the file lists dtypes
+    hdf5: bool = False  # the file is HDF5
+
+    @property
+    def place(self) -> str:
+        """Name of the array in error messages."""
+        return f"{self.path}: {self.key}"
+
+    def read(self) -> Array:
+        """Read the whole array.
+
+        Raises:
+            InputError: the array is unreadable or holds Python objects.
+        """
+        return in_quarantine(read_array, self.path, self.key, self.matlab, self.strings, place=self.place)
+
+    def vector(self, n: int) -> Array:
+        """Read a value for each of n items, which MATLAB stores as a matrix, of strings with spaces or of doubles."""
+        value = self.read()
+        value = value.reshape(-1) if value.shape in ((n, 1), (1, n)) else value
+        if value.dtype.kind in "US":
+            return np.char.strip(value)
+        return value.astype(np.int64) if value.dtype.kind == "f" and is_whole(value) else value
+
+    def numbers(self) -> Array:
+        """Read the whole array, which must be numeric.
+
+        Raises:
+            InputError: the array is unreadable or does not hold real numbers.
+        """
+        array = self.read()
+        if array.dtype.kind not in "iufb":
+            raise InputError(self.place, f"dtype {array.dtype}", "real numbers")
+        return array
 
 
-def list_arrays(path: str, also: str) -> list[Listed]:
-    """List a file's arrays without reading them, and any entry ``also``, so that a bad one is not ignored."""
+def in_quarantine(function: Callable[..., T], path: Path, *arguments: object, place: str = "") -> T:
+    """What a function of this module reads from a file of arrays, in the quarantine."""
+    allowed, place = f"a readable {path.suffix} file of plain arrays", place or str(path)
+    libraries = () if path.suffix.lower() in (".npz", ".safetensors") else _LIBRARIES
+    return quarantine.read(function, path, *arguments, place=place, allowed=allowed, files=[path], libraries=libraries)
+
+
+def list_arrays(path: Path, also: str = "split") -> list[Stored]:
+    """List the arrays of a file without reading them.
+
+    Args:
+        path: the file.
+        also: name of an array that is listed whatever it holds, e.g. a cell array of strings.
+
+    Raises:
+        InputError: the file is missing, truncated or unreadable.
+    """
+    return in_quarantine(arrays_in, path, also)
+
+
+# in the quarantine ----------------------------------------------------------------------------------------------
+
+
+def arrays_in(path: str, also: str) -> list[Stored]:
+    """See :func:`list_arrays`."""
     match Path(path).suffix.lower():
         case ".npz":
             return _in_npz(path)
@@ -49,21 +113,14 @@ def list_arrays(path: str, also: str) -> list[Listed]:
         return _in_hdf5(path, also)
     listed = package("scipy.io", "formats", path).whosmat(path)
     return [
-        _described(key, shape, strings=kind == "char", integers=kind.startswith(("int", "uint")))
+        Stored(Path(path), key, tuple(shape), strings=kind == "char", integers=kind.startswith(("int", "uint")))
         for key, shape, kind in listed
         if kind not in ("cell", "struct", "object") or key == also
     ]
 
 
 def read_array(path: str, key: str, matlab: bool, strings: bool) -> Array:
-    """Read a whole array.
-
-    Args:
-        path: the file.
-        key: name of the array in it.
-        matlab: its axes are reversed in the file.
-        strings: it holds strings.
-    """
+    """Read a whole array; ``matlab``: its axes are reversed in the file, ``strings``: it holds strings."""
     match Path(path).suffix.lower():
         case ".npz":
             with np.load(path, allow_pickle=False) as opened:
@@ -81,26 +138,15 @@ def read_array(path: str, key: str, matlab: bool, strings: bool) -> Array:
 
 
 def read_hdf5_row(path: str, key: str, row: int, last: bool) -> Array:
-    """One image of a pixel array in HDF5.
-
-    Args:
-        path: the file.
-        key: name of the array in it.
-        row: number of the image.
-        last: images are along the last axis instead of the first.
-    """
+    """One image of a pixel array in HDF5; ``last``: images are along the last axis instead of the first."""
     with package("h5py", "formats", path).File(path, "r") as opened:
         return np.asarray(opened[key][..., row] if last else opened[key][row])
-
-
-def _described(key: str, shape: Any, *, matlab: bool = False, strings: bool = False, integers: bool = False) -> Listed:
-    return Listed(key=key, shape=list(map(int, shape)), matlab=matlab, strings=strings, integers=integers, hdf5=False)
 
 
 # NumPy and safetensors ------------------------------------------------------------------------------------------
 
 
-def _in_npz(path: str) -> list[Listed]:
+def _in_npz(path: str) -> list[Stored]:
     found = []
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
@@ -111,18 +157,18 @@ def _in_npz(path: str) -> list[Listed]:
                     header = header if version == (1, 0) else np.lib.format.read_array_header_2_0
                     shape, _, kind = header(member)
                 strings, integers = kind.kind in "US", kind.kind in "iu"
-                found.append(_described(name.removesuffix(".npy"), shape, strings=strings, integers=integers))
+                found.append(Stored(Path(path), name.removesuffix(".npy"), shape, strings=strings, integers=integers))
     return found
 
 
-def _in_safetensors(path: str) -> list[Listed]:
+def _in_safetensors(path: str) -> list[Stored]:
     """The tensors, and the lists of strings in the metadata, as safetensors has no string arrays."""
     with package("safetensors", "embedded", path).safe_open(path, framework="numpy") as opened:
         metadata = opened.metadata() or {}
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no mapping
-    tensors = [_described(name, shape) for name, shape in shapes.items()]
+    tensors = [Stored(Path(path), name, tuple(shape)) for name, shape in shapes.items()]
     return tensors + [
-        _described(name, [len(json.loads(text))], strings=True)
+        Stored(Path(path), name, (len(json.loads(text)),), strings=True)
         for name, text in metadata.items()
         if text.startswith("[")
     ]
@@ -145,9 +191,9 @@ def _is_hdf5(path: str) -> bool:
     return head.startswith(_HDF5) or head[512:] == _HDF5
 
 
-def _in_hdf5(path: str, also: str) -> list[Listed]:
+def _in_hdf5(path: str, also: str) -> list[Stored]:
     """Arrays, and sparse arrays of MATLAB, which are groups; other groups are listed only as ``also``."""
-    h5py, found = package("h5py", "formats", path), list[Listed]()
+    h5py, found, listed = package("h5py", "formats", path), list[Stored](), partial(Stored, Path(path), hdf5=True)
     with h5py.File(path, "r") as opened:
         for key, node in opened.items():
             if not isinstance(key, str):
@@ -155,9 +201,9 @@ def _in_hdf5(path: str, also: str) -> list[Listed]:
             if not isinstance(node, h5py.Dataset):
                 if "MATLAB_sparse" in getattr(node, "attrs", ()):
                     rows = np.asarray(node.attrs["MATLAB_sparse"]).item()
-                    found.append(_described(key, (rows, len(node["jc"]) - 1), matlab=True))
+                    found.append(listed(key, (rows, len(node["jc"]) - 1), matlab=True))
                 elif key == also:
-                    found.append(_described(key, ()))
+                    found.append(listed(key, ()))
                 continue
             strings, integers = h5py.check_string_dtype(node.dtype) is not None, node.dtype.kind in "iu"
             if not (strings or node.dtype.kind in "iufb" or key == also):
@@ -168,9 +214,7 @@ def _in_hdf5(path: str, also: str) -> list[Listed]:
             if of_class is not None:
                 shape = shape[:0:-1] if characters else shape[::-1]
             matlab, strings = of_class is not None, strings or characters
-            found.append(_described(key, shape, matlab=matlab, strings=strings, integers=integers))
-    for about in found:
-        about["hdf5"] = True
+            found.append(listed(key, shape, matlab=matlab, strings=strings, integers=integers))
     return found
 
 
@@ -202,16 +246,8 @@ def _dense(matrix: Any) -> Array:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-class Described(TypedDict):
-    """What a Parquet or Arrow file says of itself."""
-
-    columns: dict[str, str]  # type of each column by name, as pyarrow writes it
-    groups: list[int]  # number of rows of each row group
-    huggingface: str  # Hugging Face's metadata, in JSON; empty without
-
-
-def describe_table(path: str) -> Described:
-    """Columns and row groups of a Parquet or Arrow file."""
+def describe_table(path: str) -> tuple[dict[str, str], list[int], str]:
+    """Type of each column of a Parquet or Arrow file, rows of each row group, and Hugging Face's metadata in JSON."""
     table = _table(path, Path(path).stat().st_mtime_ns)
     if isinstance(table, list):
         schema, groups = table[0].schema, [len(batch) for batch in table]
@@ -219,8 +255,7 @@ def describe_table(path: str) -> Described:
         about = table.metadata
         schema, groups = table.schema_arrow, [about.row_group(group).num_rows for group in range(about.num_row_groups)]
     metadata = (schema.metadata or {}).get(b"huggingface", b"")
-    columns = {field.name: str(field.type) for field in schema}
-    return Described(columns=columns, groups=groups, huggingface=metadata.decode(errors="replace"))
+    return {field.name: str(field.type) for field in schema}, groups, metadata.decode(errors="replace")
 
 
 def read_column(path: str, column: str, group: int) -> list[Any]:
@@ -240,7 +275,7 @@ def read_images(path: str, column: str, group: int) -> list[bytes | None]:
     return [value.get("bytes") if isinstance(value, dict) else value for value in values]
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def _table(path: str, _changed: int) -> Any:
     """An opened Parquet file, or the batches of an Arrow file."""
     if path.lower().endswith(".parquet"):

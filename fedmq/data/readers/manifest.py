@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, not_read, read_text, refuse_keys, whole
+from fedmq.data.raw_set import RawSet, checked, folder_of, not_read, read_text, refuse_keys, whole
 from fedmq.data.readers.texts import MISSING, captions_in_cell, labels_in_cell, lines_of, texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers, splits_of_names
 from fedmq.encoders.image_sets import ImageFiles, ImagesWithGaps, files_below, is_folder, is_leftover
@@ -59,13 +59,7 @@ class Line:
     others: dict[str, object] = field(default_factory=dict)
 
     def add(self, name: str, value: object, *, cell: bool) -> None:
-        """Add a field.
-
-        Args:
-            name: its name.
-            value: its value.
-            cell: the value is a cell of a table, which may hold several captions or labels.
-        """
+        """Add a field; ``cell``: the value is a cell of a table, which may hold several captions or labels."""
         place = f"{self.place}: {name}"
         if name in IMAGES:
             self.others["image"] = value
@@ -162,13 +156,7 @@ class Item:
 
 
 def items_of(path: Path, root: Path, column: str | None, *, strict: bool = True) -> dict[str, Item]:
-    """The items of a file by key, in file order.
-
-    Args:
-        path: the file.
-        root: folder that the paths of images are relative to.
-        column: column by which the partition assigns the items; None without one.
-        strict: refuse unknown fields; otherwise they are ignored.
+    """The items of a file by key, in file order; unknown fields are refused if ``strict``, otherwise ignored.
 
     Raises:
         InputError: a line is malformed, lines of one item differ in image, split or column, or an item has neither
@@ -268,7 +256,6 @@ def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
     if any(splits) and not all(splits):
         place = f"{path}: line {lines[splits.index('')]}: split"
         raise InputError(place, "nothing", "a split for every item or for none")
-    hot, names = multi_hot([tuple(item.labels) for item in items.values()])
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in held)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in held)
     images = ImageFiles(tuple(held), data.frames if videos else 1, folders)
@@ -280,12 +267,11 @@ def _of_items(path: str, items: Mapping[str, Item], data: Data) -> RawSet:
             keys=tuple(items),
             images=images if len(held) == len(files) else gaps,
             captions=tuple(tuple(item.captions) for item in items.values()),
-            labels=hot,
-            label_names=names,
             split=split_numbers(path, splits, SPLIT_NAMES, lines) if any(splits) else None,
             column=tuple(item.value for item in items.values()) if data.column is not None else None,
             unpaired=True,
-        )
+        ),
+        [tuple(item.labels) for item in items.values()],
     )
 
 
@@ -345,12 +331,9 @@ def check_inside(place: str, file: Path | None, folder: Path) -> None:
 
 
 def _beside(folder: Path, texts: Path, *, images_alone: bool) -> RawSet:
-    """The images below a folder with the captions in the text files of the same names.
+    """The images below a folder with the captions in the text files of the same names below ``texts``.
 
-    Args:
-        folder: the folder of the images.
-        texts: the folder of the text files.
-        images_alone: whether there may be no caption at all.
+    ``images_alone``: there may be no caption at all.
     """
     images = sorted(path for path in files_below(folder, leave=False) if path.suffix.lower() in IMAGE_ENDINGS)
     if not images:

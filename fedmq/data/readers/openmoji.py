@@ -102,15 +102,10 @@ def _enumerate(words: Sequence[str]) -> str:
 
 
 def caption_candidates(names: Sequence[str], keywords: Sequence[str], subcategory: str) -> list[str]:
-    """Candidate captions of one drawing, best first, without captions of the same set of words.
+    """Candidate captions of one drawing, best first, without captions of the same set of words; at least the name.
 
-    Args:
-        names: the name, then its aliases; at least one.
-        keywords: keywords of the drawing; those that only repeat the name are ignored.
-        subcategory: the Unicode subgroup.
-
-    Returns:
-        At least the name. The caller limits them to ``MAX_CAPTIONS`` and removes those of several drawings.
+    ``names`` are the name, then its aliases; keywords that only repeat the name are ignored. The caller limits the
+    captions to ``MAX_CAPTIONS`` and removes those of several drawings.
     """
     name, *aliases = names
     new = [word for word in keywords if not _tokens(word) <= _tokens(name)]

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import U8, RawSet, checked, is_number, multi_hot, not_read, refuse_keys
+from fedmq.data.raw_set import U8, RawSet, checked, is_number, not_read, refuse_keys
 from fedmq.data.readers import formats
 from fedmq.data.readers.manifest import check_inside
 from fedmq.data.readers.texts import texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
-from fedmq.encoders.image_sets import ImageFiles, Images, Stack, StoredImages, files_below
+from fedmq.encoders.image_sets import ImageFiles, Images, StoredImages, files_below
 from fedmq.encoders.images import Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -35,67 +35,40 @@ _CAPTIONS = ("captions", "caption", "text", "title", "sentences")
 _LABELS = ("labels", "label")
 _KEPT = 2  # row groups of images that are kept in memory
 _ALLOWED = "a Parquet or Arrow file of images and captions"
-_LIBRARIES = ("pyarrow.parquet",)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """A Parquet or Arrow file."""
+    """A Parquet or Arrow file, and what it says of itself."""
 
     path: Path  # path of the file
+    columns: dict[str, str]  # type of each column by name, as pyarrow writes it
+    groups: tuple[int, ...]  # number of rows of each row group
+    huggingface: str  # Hugging Face's metadata, in JSON; empty without
 
-    @cached_property
-    def _about(self) -> formats.Described:
-        return self._read(formats.describe_table)
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Type of each column by name."""
-        return self._about["columns"]
-
-    @property
-    def groups(self) -> list[int]:
-        """Number of rows of each row group."""
-        return self._about["groups"]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(self.groups)
-
-    @property
-    def huggingface(self) -> str:
-        """Hugging Face's metadata, in JSON; empty without."""
-        return self._about["huggingface"]
-
-    def values(self, column: str) -> Iterator[tuple[str, Any]]:
-        """The values of a column of texts or numbers, each with its place for error messages."""
-        row = 0
-        for group in range(len(self.groups)):
-            for value in self._aligned(formats.read_column, column, group):
-                yield f"{self.path}: {column}[{row}]", value
-                row += 1
-
-    def images(self, column: str, group: int) -> list[Any]:
-        """The bytes of the image files of a row group."""
-        return self._aligned(formats.read_images, column, group)
-
-    def _aligned(self, function: Callable[[str, str, int], list[Any]], column: str, group: int) -> list[Any]:
-        values = self._read(function, column, group)
+    def read(self, function: Callable[[str, str, int], list[T]], column: str, group: int) -> list[T]:
+        """What a function of ``formats`` reads of a column of a row group."""
+        values = _read(self.path, function, column, group)
         if len(values) != self.groups[group]:
             raise InputError(str(self.path), "a row group of another length than stated", _ALLOWED)
         return values
 
-    def _read(self, function: Callable[..., T], *arguments: object) -> T:
-        files, place = [self.path], str(self.path)
-        return quarantine.read(
-            function, self.path, *arguments, place=place, allowed=_ALLOWED, files=files, libraries=_LIBRARIES
-        )
+
+def _read(path: Path, function: Callable[..., T], *arguments: object) -> T:
+    about = (path, *arguments)
+    return quarantine.read(
+        function, *about, place=str(path), allowed=_ALLOWED, files=[path], libraries=("pyarrow.parquet",)
+    )
+
+
+def _opened(path: Path) -> TableFile:
+    columns, groups, huggingface = _read(path, formats.describe_table)
+    return TableFile(path, columns, tuple(groups), huggingface)
 
 
 @dataclass(frozen=True, eq=False)
-class TableImages(Stack):
+class TableImages(StoredImages):
     """Images in a column of tables."""
 
     files: tuple[TableFile, ...]
@@ -103,30 +76,32 @@ class TableImages(Stack):
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
-    def _groups(self) -> list[tuple[int, int]]:
-        return [(index, group) for index, file in enumerate(self.files) for group in range(len(file.groups))]
+    def _groups(self) -> list[tuple[int, int, int]]:
+        """File, row group and its first row in the file, of each row group of all files."""
+        return [
+            (index, group, sum(file.groups[:group]))
+            for index, file in enumerate(self.files)
+            for group in range(len(file.groups))
+        ]
 
     @cached_property
     def _ends(self) -> list[int]:
         return list(itertools.accumulate(rows for file in self.files for rows in file.groups))
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _place(self, row: int) -> tuple[int, int, int]:
-        """File, row group, and row in the group."""
-        at = bisect.bisect_right(self._ends, row)
-        return (*self._groups[at], row - (self._ends[at - 1] if at else 0))
+    def _place(self, at: int) -> tuple[int, int, int, int]:
+        """File, row group, its first row in the file, and row in the group."""
+        number = bisect.bisect_right(self._ends, at)
+        return (*self._groups[number], at - (self._ends[number - 1] if number else 0))
 
     @override
-    def name(self, row: int) -> str:
-        index, group, inside = self._place(row)
-        return f"{self.files[index].path}: {self.column}[{sum(self.files[index].groups[:group]) + inside}]"
+    def stored_name(self, at: int) -> str:
+        index, _, start, inside = self._place(at)
+        return f"{self.files[index].path}: {self.column}[{start + inside}]"
 
     @cached_property
-    def _contents(self) -> Callable[[int, int], list[Any]]:
+    def _contents(self) -> Callable[[int, int], list[bytes | None]]:
         """The image files of a row group of a file; those of the last few are kept."""
-        return lru_cache(_KEPT)(lambda index, group: self.files[index].images(self.column, group))
+        return lru_cache(_KEPT)(lambda index, group: self.files[index].read(formats.read_images, self.column, group))
 
     @cached_property
     @override
@@ -134,13 +109,13 @@ class TableImages(Stack):
         return key_of("table", self.column, *file_digests([file.path for file in self.files]))
 
     @override
-    def image(self, row: int) -> Pixels:
-        index, group, inside = self._place(row)
+    def stored_image(self, at: int) -> Pixels:
+        index, group, _, inside = self._place(at)
         with self._reading:  # else threads would read one row group several times
             content = self._contents(index, group)[inside]
         if not isinstance(content, bytes) or not content:
-            raise InputError(self.name(row), "no image", "the bytes of an image file")
-        return decode_bytes(content, self.name(row))
+            raise InputError(self.stored_name(at), "no image", "the bytes of an image file")
+        return decode_bytes(content, self.stored_name(at))
 
 
 def read_parquet(data: Data) -> RawSet:
@@ -165,25 +140,23 @@ def read_parquet(data: Data) -> RawSet:
     texts = _column(files[0], _CAPTIONS, "captions")
     captions = [tuple(dict.fromkeys(texts_of(place, value))) for place, value in _values(files, texts)]
     label = next((name for name in _LABELS if name in columns), None)
-    labels, names = multi_hot([] if label is None else _labels(files, label))
     images = _images(files, _column(files[0], _IMAGES, "images"), data)
-    keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(file.rows)]
+    keys = [f"{file.path.stem}/{row:06d}" for file in files for row in range(sum(file.groups))]
     raw = checked(
         RawSet(
             place=str(data.path),
             keys=tuple(keys if len(files) > 1 else [key.rpartition("/")[2] for key in keys]),
             images=images,
             captions=tuple(captions),
-            labels=labels,
-            label_names=names,
             split=_split(files),
             column=None if data.column is None else tuple(str(value) for _, value in _values(files, data.column)),
             ignored=_ignored(data, files, images),
-        )
+        ),
+        [] if label is None else _labels(files, label),
     )
     if raw.split is not None or data.path is None or not data.path.is_dir():
         return raw
-    inner = [file.path.relative_to(data.path) for file in files for _ in range(file.rows)]
+    inner = [file.path.relative_to(data.path) for file in files for _ in range(sum(file.groups))]
     return raw.split_by_names([(*path.parent.parts, path.stem) for path in inner])
 
 
@@ -193,9 +166,9 @@ def _files(data: Data) -> tuple[TableFile, ...]:
     if path is not None and path.is_dir():
         found = sorted(each for each in files_below(path, leave=False) if each.suffix.lower() in ENDINGS)
         if found:
-            return tuple(map(TableFile, found))
+            return tuple(map(_opened, found))
     elif path is not None and path.suffix.lower() in ENDINGS:
-        return (TableFile(path),)
+        return (_opened(path),)
     raise InputError("data.path", str(path), f"a file {' or '.join(ENDINGS)}, or a folder with such files")
 
 
@@ -209,8 +182,11 @@ def _column(file: TableFile, names: Sequence[str], what: str) -> str:
 
 
 def _values(files: Sequence[TableFile], column: str) -> Iterator[tuple[str, Any]]:
-    """The values of a column of all files, each with its place for error messages."""
-    return itertools.chain.from_iterable(file.values(column) for file in files)
+    """The values of a column of all files, texts or numbers, each with its place for error messages."""
+    for file in files:
+        groups = (file.read(formats.read_column, column, group) for group in range(len(file.groups)))
+        for row, value in enumerate(itertools.chain.from_iterable(groups)):
+            yield f"{file.path}: {column}[{row}]", value
 
 
 def _labels(files: Sequence[TableFile], column: str) -> list[list[str]]:
@@ -265,5 +241,4 @@ def _images(files: tuple[TableFile, ...], column: str, data: Data) -> Images:
     refuse_keys(data, ("images",), "Parquet and Arrow files with the bytes of images")
     if not ("binary" in kind and (not kind.startswith("struct") or "bytes" in kind)):
         raise InputError(f"{files[0].path}: {column}", kind[:80], "bytes of image files, or paths of images")
-    stack = TableImages(files, column)
-    return StoredImages(stack, tuple(range(len(stack))))
+    return TableImages(tuple(range(sum(sum(file.groups) for file in files))), files, column)

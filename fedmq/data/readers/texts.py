@@ -50,12 +50,7 @@ def labels_in_cell(place: str, cell: str) -> list[str]:
 
 
 def texts_of(place: str, value: object, *, label: bool = False) -> list[str]:
-    """The texts that a value of JSON or of a table with types holds: one, a list of them, or none.
-
-    Args:
-        place: place of the field in error messages.
-        value: value of the field.
-        label: the texts are labels, which may also be whole numbers.
+    """The texts that a value of JSON or of a table with types holds: one, a list, or none; labels may be numbers.
 
     Raises:
         InputError: it holds something else, or a text that looks like several.

@@ -15,10 +15,10 @@ from pathlib import Path, PurePosixPath
 from typing_extensions import override
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import RawSet, checked, multi_hot, not_read, refuse_keys
+from fedmq.data.raw_set import RawSet, checked, not_read, refuse_keys
 from fedmq.data.readers.formats import list_members
 from fedmq.data.readers.texts import lines_of, texts_of
-from fedmq.encoders.image_sets import Stack, StoredImages, files_below, is_leftover
+from fedmq.encoders.image_sets import StoredImages, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
@@ -58,17 +58,14 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Members(Stack):
+class Members(StoredImages):
     """Images in archives."""
 
     members: tuple[Member, ...]
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     @override
-    def name(self, row: int) -> str:
-        return self.members[row].place
+    def stored_name(self, at: int) -> str:
+        return self.members[at].place
 
     @cached_property
     @override
@@ -78,8 +75,8 @@ class Members(Stack):
         return key_of("tar", *([digests[member.tar], member.start, member.size] for member in self.members))
 
     @override
-    def image(self, row: int) -> Pixels:
-        return decode_bytes(self.members[row].content(), self.name(row))
+    def stored_image(self, at: int) -> Pixels:
+        return decode_bytes(self.members[at].content(), self.members[at].place)
 
 
 @dataclass
@@ -120,7 +117,6 @@ def read_webdataset(data: Data) -> RawSet:
     if without and data.missing != "skip":
         raise InputError(f"{data.path}: {without[0]}", "captions without an image", "both; data.missing: skip")
     images = {key: sample.image for key, sample in held.items() if sample.image is not None}
-    labels, names = multi_hot([tuple(held[key].labels) for key in images])
     unread = {"files of other endings": tuple(ignored)} if ignored else {}
     if lacking := tuple(key for key, sample in samples.items() if sample.image is None and sample.read):
         unread["samples without an image"] = lacking
@@ -130,12 +126,11 @@ def read_webdataset(data: Data) -> RawSet:
         RawSet(
             place=str(data.path),
             keys=tuple(images),
-            images=StoredImages(Members(tuple(images.values())), tuple(range(len(images)))),
+            images=Members(tuple(range(len(images))), tuple(images.values())),
             captions=tuple(tuple(held[key].captions) for key in images),
-            labels=labels,
-            label_names=names,
             ignored=unread,
-        )
+        ),
+        [tuple(held[key].labels) for key in images],
     )
     return raw.split_by_names([PurePosixPath(key).parent.parts for key in images])
 

@@ -35,26 +35,13 @@ from coordinator.round_events import (
     WaitEnded,
 )
 from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds
+from tests.round_steps import arrived, joined, sent
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
 
 def plan(**changes: object) -> RoundsPlan:
     return replace(RoundsPlan(seed=1, rounds=3, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
-
-
-def gathered(plan_: RoundsPlan) -> tuple[Rounds, list[Send]]:
-    rounds, actions = Rounds(plan_), ()
-    for silo in plan_.silos:
-        rounds, actions = rounds.handle(Joined(silo))
-    return rounds, [action for action in actions if isinstance(action, Send)]
-
-
-def answer(rounds: Rounds, sends: list[Send]) -> tuple[Rounds, tuple[Action, ...]]:
-    actions: tuple[Action, ...] = ()
-    for send in sends:
-        rounds, actions = rounds.handle(Arrived(send.silo, send.sequence))
-    return rounds, actions
 
 
 def test_the_first_round_begins_once_every_silo_has_joined() -> None:
@@ -69,25 +56,14 @@ def test_the_first_round_begins_once_every_silo_has_joined() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"mode": "buffered", "buffer": len(SILOS)}])
 def test_replies_are_merged_in_the_fixed_silo_order_whatever_the_order_of_arrival(changes: dict[str, object]) -> None:
-    rounds, sends = gathered(plan(**changes))
-    _, actions = answer(rounds, sends[::-1])
+    rounds, _ = joined(plan(**changes))
+    _, actions = arrived(rounds, *SILOS[::-1])
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS)),)
-
-
-def test_a_merge_starts_the_next_round_and_the_last_merge_ends_the_run() -> None:
-    rounds, sends = gathered(plan(rounds=2))
-    for version in (1, 2):
-        rounds, _ = answer(rounds, sends)
-        assert rounds.phase is Phase.MERGING
-        rounds, actions = rounds.handle(Merged(version))
-        sends = [action for action in actions if isinstance(action, Send)]
-    assert rounds.phase is Phase.DONE
-    assert actions == (Finish(),)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
-    rounds = replace(gathered(plan())[0], phase=phase)
+    rounds = replace(joined(plan())[0], phase=phase)
     before = repr(rounds)
     samples: list[Event] = [
         Joined("silo-00"),
@@ -111,7 +87,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
 
 
 def test_a_run_resumes_without_an_expelled_silo_whose_task_then_fails() -> None:
-    live, _ = gathered(plan(mode="buffered", participation=0.5, buffer=1))
+    live, _ = joined(plan(mode="buffered", participation=0.5, buffer=1))
     live, (merge,) = live.handle(Arrived(min(live.pending), 1))
     (slow,) = live.pending
     rounds = Rounds.from_record(live.plan, live.after_merge().to_record())
@@ -124,22 +100,20 @@ def test_a_run_resumes_without_an_expelled_silo_whose_task_then_fails() -> None:
         assert expelled.phase is Phase.GATHERING
         expelled, actions = expelled.handle(Joined(silo))
     assert expelled.phase is Phase.COLLECTING
-    assert {action.silo for action in actions if isinstance(action, Send)} < set(others)
+    assert set(sent(actions)) < set(others)
     failed, _ = expelled.handle(Failed(slow, expelled.pending[slow].sequence, "expelled", gone=True))
     assert slow not in failed.pending and slow in failed.gone
 
 
 def test_the_last_silo_that_a_run_waits_for_can_be_expelled_and_the_run_starts() -> None:
-    rounds = Rounds(plan())
-    for silo in SILOS[:-1]:
-        rounds, _ = rounds.handle(Joined(silo))
+    rounds, _ = joined(plan(), *SILOS[:-1])
     rounds, actions = rounds.handle(Expelled(SILOS[-1]))
     assert rounds.phase is Phase.COLLECTING
-    assert {action.silo for action in actions if isinstance(action, Send)} <= set(SILOS[:-1])
+    assert set(sent(actions)) <= set(SILOS[:-1])
 
 
 def test_an_expelled_silo_is_not_selected_until_it_joins_again() -> None:
-    rounds, _ = gathered(plan(participation=1.0))
+    rounds, _ = joined(plan(participation=1.0))
     expelled, actions = rounds.handle(Expelled("silo-01"))
     assert (expelled.phase, actions) == (Phase.COLLECTING, ())
     assert "silo-01" in expelled.gone and "silo-01" not in expelled.online
@@ -150,64 +124,57 @@ def test_an_expelled_silo_is_not_selected_until_it_joins_again() -> None:
 
 def test_an_aborted_evaluation_stops_only_a_run_whose_rounds_are_done() -> None:
     assert [phase for phase in Phase if EvaluationAborted in TABLE[phase]] == [Phase.DONE]
-    rounds, sends = gathered(plan(rounds=1))
-    rounds, _ = answer(rounds, sends)
+    rounds, _ = joined(plan(rounds=1))
+    rounds, _ = arrived(rounds, *SILOS)
     rounds, _ = rounds.handle(Merged(1))
     assert rounds.phase is Phase.DONE
     assert rounds.handle(EvaluationAborted()) == (replace(rounds, phase=Phase.STOPPED), ())
 
 
 def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
-    rounds, sends = gathered(plan())
+    rounds, _ = joined(plan())
     with pytest.raises(IllegalEventError, match="silo-77"):
         rounds.handle(Joined("silo-77"))
-    rounds, _ = answer(rounds, sends)
+    rounds, _ = arrived(rounds, *SILOS)
     with pytest.raises(IllegalEventError, match=r"Merged\(7\)"):
         rounds.handle(Merged(7))
 
 
 def test_the_deadline_merges_the_arrived_replies_once_they_are_a_quorum() -> None:
-    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
-    rounds, _ = answer(rounds, sends[:1])
+    rounds, _ = joined(plan(patience=5.0, quorum=0.5))
+    rounds, _ = arrived(rounds, *SILOS[:1])
     rounds, actions = rounds.handle(Deadline(0))
     assert actions == ()  # one of four is no quorum
-    rounds, actions = rounds.handle(Arrived(sends[1].silo, 1))
+    rounds, actions = rounds.handle(Arrived("silo-01", 1))
     assert actions == (Merge(0, (Arrived("silo-00", 1), Arrived("silo-01", 1))),)
 
 
 def test_stragglers_are_not_selected_before_they_reply_and_their_late_replies_are_discarded() -> None:
-    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
-    rounds, _ = answer(rounds, sends[:2])
+    rounds, _ = joined(plan(patience=5.0, quorum=0.5))
+    rounds, _ = arrived(rounds, *SILOS[:2])
     rounds, _ = rounds.handle(Deadline(0))
     rounds, actions = rounds.handle(Merged(1))
-    assert [action.silo for action in actions if isinstance(action, Send)] == ["silo-00", "silo-01"]
+    assert sent(actions) == ["silo-00", "silo-01"]
     assert SetDeadline(1, 5.0) in actions
     _, actions = rounds.handle(Arrived("silo-03", 1))
     assert actions == (Discard("silo-03", 1, "late"),)
 
 
-def test_a_returning_silo_gets_its_pending_task_with_the_same_sequence_number() -> None:
-    rounds, _ = gathered(plan())
-    rounds, _ = rounds.handle(Lost("silo-02"))
-    _, actions = rounds.handle(Joined("silo-02"))
-    assert actions == (Send("silo-02", 1, 0, 0),)
-
-
 def test_a_silo_given_up_shrinks_the_cohort_until_it_rejoins() -> None:
-    rounds, sends = gathered(plan())
-    rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = joined(plan())
+    rounds, _ = arrived(rounds, *SILOS[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
     rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
     rounds, actions = rounds.handle(Merged(1))
-    assert "silo-03" not in {action.silo for action in actions if isinstance(action, Send)}
+    assert "silo-03" not in sent(actions)
     rounds, _ = rounds.handle(Joined("silo-03"))
     assert not rounds.gone
 
 
 def test_a_silo_that_rejoins_before_it_is_given_up_fails_its_task_and_is_selected_again() -> None:
-    rounds, sends = gathered(plan())
-    rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = joined(plan())
+    rounds, _ = arrived(rounds, *SILOS[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
     rounds, _ = rounds.handle(Joined("silo-03"))
     rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
@@ -218,10 +185,10 @@ def test_a_silo_that_rejoins_before_it_is_given_up_fails_its_task_and_is_selecte
 
 
 def test_when_all_silos_are_gone_the_round_waits_for_the_first_to_return() -> None:
-    rounds, sends = gathered(plan())
-    for send in sends:
-        rounds, _ = rounds.handle(Lost(send.silo))
-        rounds, actions = rounds.handle(Failed(send.silo, send.sequence, "stayed_away", gone=True))
+    rounds, _ = joined(plan())
+    for silo in SILOS:
+        rounds, _ = rounds.handle(Lost(silo))
+        rounds, actions = rounds.handle(Failed(silo, 1, "stayed_away", gone=True))
     assert actions == (Merge(0, ()),)
     rounds, actions = rounds.handle(Merged(1))
     assert (rounds.phase, rounds.cohort, actions) == (Phase.COLLECTING, (), ())
@@ -230,11 +197,11 @@ def test_when_all_silos_are_gone_the_round_waits_for_the_first_to_return() -> No
 
 
 def test_an_opening_round_selects_all_silos_once_and_waits_for_all_of_them() -> None:
-    rounds, sends = gathered(plan(participation=0.5, first_round_selects_all=True))
-    assert [send.silo for send in sends] == list(SILOS)
-    rounds, actions = answer(rounds, sends[:3])
+    rounds, actions = joined(plan(participation=0.5, first_round_selects_all=True))
+    assert sent(actions) == list(SILOS)
+    rounds, actions = arrived(rounds, *SILOS[:3])
     assert (rounds.phase, actions) == (Phase.COLLECTING, ())
-    rounds, (merge,) = answer(rounds, sends[3:])
+    rounds, (merge,) = arrived(rounds, *SILOS[3:])
     assert isinstance(merge, Merge)
     assert [reply.silo for reply in merge.replies] == list(SILOS)
     rounds, again = rounds.handle(Merged(1))
@@ -364,8 +331,9 @@ def allowed_age(plan_: RoundsPlan) -> float:
 @settings(max_examples=40, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
 def test_a_run_ends_with_replies_in_any_order_and_occasional_failures(plan_: RoundsPlan, chance: Random) -> None:
-    rounds, _ = gathered(plan_)
+    rounds, _ = joined(plan_)
     failures, events = 6, 0
+    actions: tuple[Action, ...] = ()
     while rounds.phase is not Phase.DONE:
         events += 1
         assert events < 400
@@ -380,8 +348,9 @@ def test_a_run_ends_with_replies_in_any_order_and_occasional_failures(plan_: Rou
                 event = Failed(silo, sequence, "x")
             else:
                 event = Arrived(silo, sequence, chance.random())
-        rounds, _ = rounds.handle(event)
+        rounds, actions = rounds.handle(event)
     assert rounds.version == plan_.rounds
+    assert actions == (Finish(),)
 
 
 @settings(max_examples=30, deadline=None)
@@ -390,7 +359,7 @@ def test_a_state_machine_restored_from_any_checkpoint_sends_and_merges_the_same(
     plan_: RoundsPlan, chance: Random
 ) -> None:
     """Restored after a merge, it resends the pending tasks and then continues as an uninterrupted one."""
-    rounds, _ = gathered(plan_)
+    rounds, _ = joined(plan_)
     for _ in range(chance.randrange(30)):
         if rounds.phase is Phase.COLLECTING:
             silo = chance.choice(sorted(rounds.pending))
@@ -437,22 +406,22 @@ def test_floating_point_error_does_not_round_up_the_number_of_tasks_or_the_quoru
     assert 1.12 * 25 > 28
     assert RoundsPlan(1, 1, names, names, over_select=1.12).tasks_out(0) == 28
     assert 0.28 * 25 > 7
-    rounds, sends = gathered(RoundsPlan(1, 1, names, names, patience=5.0, quorum=0.28))
-    rounds, _ = answer(rounds, sends[:6])
+    rounds, _ = joined(RoundsPlan(1, 1, names, names, patience=5.0, quorum=0.28))
+    rounds, _ = arrived(rounds, *names[:6])
     rounds, actions = rounds.handle(Deadline(0))
     assert actions == ()
-    rounds, _ = rounds.handle(Arrived(sends[6].silo, 1))
+    rounds, _ = rounds.handle(Arrived(names[6], 1))
     assert rounds.phase is Phase.MERGING
 
 
 def test_a_run_is_stalled_when_all_silos_are_off_unless_one_given_up_may_return() -> None:
     for gone in (False, True):
-        rounds, sends = gathered(plan())
+        rounds, _ = joined(plan())
         assert not rounds.stalled
-        for send in sends:
-            rounds, _ = rounds.handle(Lost(send.silo))
-            rounds, _ = rounds.handle(Switched(send.silo, False))
-            rounds, _ = rounds.handle(Failed(send.silo, 1, "stayed_away", gone=gone and send is sends[0]))
+        for silo in SILOS:
+            rounds, _ = rounds.handle(Lost(silo))
+            rounds, _ = rounds.handle(Switched(silo, False))
+            rounds, _ = rounds.handle(Failed(silo, 1, "stayed_away", gone=gone and silo == SILOS[0]))
         assert not rounds.stalled  # a merge is under way
         rounds, _ = rounds.handle(Merged(1))
         assert rounds.stalled is not gone
@@ -460,7 +429,7 @@ def test_a_run_is_stalled_when_all_silos_are_off_unless_one_given_up_may_return(
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_a_reply_at_the_staleness_limit_is_merged_and_an_older_one_is_discarded(limit: int) -> None:
-    rounds, _ = gathered(plan(mode="async", rounds=9, max_staleness=limit))
+    rounds, _ = joined(plan(mode="async", rounds=9, max_staleness=limit))
     for age in range(limit + 2):
         after, actions = rounds.handle(Arrived("silo-00", 1))
         if age <= limit:

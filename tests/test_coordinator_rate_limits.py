@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -13,80 +11,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator import handshakes
 from coordinator import sessions as rosters
 from coordinator.data_admission import SimulatedAdmission
-from coordinator.sessions import Roster
-from fedmq.clock import WallClock
-from fedmq.errors import RemoteWireError
-from fedmq.wire.handshake import HelloRefusedError, Initiated, complete, initiate
+from fedmq.wire.handshake import HelloRefusedError, complete, initiate
 from fedmq.wire.key_agreement import begin_rekey, finish_rekey
-from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
+from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.limits import peer_rate_limits
-from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import ANY_RUN, COORDINATOR, Header, Kind, Message, TaskInfo
+from fedmq.wire.messages import ANY_RUN, COORDINATOR, Kind, Message, TaskInfo
 from fedmq.wire.payloads import SiloMetrics
-from fedmq.wire.sessions import Sealed, Session, seal_message
-from fedmq.wire.transports.base import Connection, Listener
-from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import PATIENCE, memory_uri
-
-RUN = "limits-0-0123456789ab"
-
-
-class Jumping(WallClock):
-    """A clock that stands still, but for jumps."""
-
-    at = 100.0
-
-    def stopwatch(self) -> float:
-        return self.at
-
-
-@dataclass
-class Ends:
-    """The coordinator's end, with the keys of two silos."""
-
-    listener: Listener
-    roster: Roster
-    keys: Path
-    clock: Jumping
-
-    def passes(self, connection: Connection, frames: tuple[bytes, ...]) -> list[memoryview] | None:
-        """Send frames to the coordinator; returns its answer, if there is one."""
-        connection.send(frames)
-        arrived = self.listener.receive(PATIENCE)
-        assert arrived is not None
-        self.roster.take(*arrived)
-        return connection.receive(0.05)
-
-    def session(self, name: str, connection: Connection, key: Identity | None = None) -> Session | None:
-        """A new session of a silo; None if the hello is not answered."""
-        own = key or load_identity(self.keys, name)
-        hello, initiated = initiate(own, COORDINATOR, RUN, 0.0)
-        return self.completed(initiated, connection, self.passes(connection, hello))
-
-    def completed(
-        self, initiated: Initiated, connection: Connection, answer: list[memoryview] | None
-    ) -> Session | None:
-        if answer is None:
-            return None
-        try:
-            ready, session = complete(initiated, load_accepted(self.keys), answer, 0.0)
-        except RemoteWireError:
-            return None
-        self.passes(connection, tuple(map(bytes, map(memoryview, ready))))
-        return session
-
-    def connect(self) -> Connection:
-        return connect(self.listener.uri)
-
-    def opened(self, count: int) -> Iterator[Connection]:
-        """So many connections, one after the other."""
-        for _ in range(count):
-            connection = self.connect()
-            yield connection
-            connection.close()
-
-    def log_size(self) -> int:
-        return (self.keys.parent / "coordinator.jsonl").stat().st_size
+from tests.roster_ends import RUN, Ends, flat, header, roster_ends, sealed
 
 
 @pytest.fixture
@@ -94,31 +25,12 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     for name, most in {"HELLOS": 6, "COPIES": 20, "REJECTIONS": 8}.items():
         monkeypatch.setattr(handshakes, name, most)
     monkeypatch.setattr(rosters, "MESSAGES", 12)
-    yield from opened_ends(tmp_path)
-
-
-def opened_ends(folder: Path, **options: Any) -> Iterator[Ends]:
-    keys, clock = folder / "keys", Jumping()
-    init_keys(keys, (COORDINATOR, "silo-00", "silo-01"))
-    listener, identity = listen(memory_uri()), load_identity(keys, COORDINATOR)
-    with MessageLog(folder / "coordinator.jsonl", COORDINATOR, clock) as log:
-        roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20, **options)
-        yield Ends(listener, roster, keys, clock)
-    listener.close()
-
-
-def header(session: Session, kind: Kind, sequence: int = 1, reply_to: int | None = None) -> Header:
-    return Header(
-        run=RUN, kind=kind, sender=session.name, receiver=COORDINATOR, sequence=sequence, sent_at=0.0, reply_to=reply_to
-    )
-
-
-def flat(sealed: Sealed) -> tuple[bytes, ...]:
-    return tuple(map(bytes, sealed.frames))
+    with roster_ends(tmp_path) as made:
+        yield made
 
 
 def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Path) -> None:
-    for ends in opened_ends(tmp_path, names=("silo-00",)):
+    with roster_ends(tmp_path, names=("silo-00",)) as ends:
         connection = ends.connect()
         hello, initiated = initiate(load_identity(ends.keys, "silo-01"), COORDINATOR, RUN, 0.0)
         for _ in range(2):
@@ -134,31 +46,26 @@ def test_a_key_of_another_name_than_the_runs_peers_opens_no_session(tmp_path: Pa
 @pytest.mark.parametrize("kind", [Kind.REPLY, Kind.SILO_RESULT, Kind.TASK])
 def test_a_peer_that_has_not_stated_its_data_can_send_no_work(kind: Kind, tmp_path: Path) -> None:
     """Such a reply used to reach the rounds, and ended the coordinator if its sender was no silo of the run."""
-    for ends in opened_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)):
+    with roster_ends(tmp_path, admission=SimulatedAdmission("0" * 64, RUN)) as ends:
         connection = ends.connect()
-        session = ends.session("silo-00", connection)
-        assert session is not None
+        session = ends.joined(connection)
         info = TaskInfo(round=1, rounds=2, committed=0, learning_rate=0.1) if kind is Kind.TASK else None
         payloads = (SiloMetrics(1, {"mean_r1": 0.5}),) if kind is Kind.SILO_RESULT else ()
-        message = Message(header(session, kind, reply_to=5), payloads, info)
-        connection.send(seal_message(session, message).frames)
-        arrived = ends.listener.receive(PATIENCE)
-        assert arrived is not None
-        assert ends.roster.take(*arrived) is None
+        assert ends.take(connection, sealed(session, header(session, kind, reply_to=5), payloads, info)) is None
         assert ends.roster.refusal == f"silo-00: a {kind} of silo-00, which has not joined"
-        beat = Message(header(session, Kind.HEARTBEAT))
-        assert ends.passes(connection, flat(seal_message(session, beat))) is not None, "the session continues"
+        beat = sealed(session, header(session, Kind.HEARTBEAT))
+        assert ends.passes(connection, beat) is not None, "the session continues"
         connection.close()
 
 
 def test_a_peer_that_connects_again_and_again_gets_a_bounded_number_of_sessions(ends: Ends) -> None:
     made = [ends.session("silo-00", connection) for connection in ends.opened(handshakes.HELLOS + 5)]
     assert sum(session is not None for session in made) == handshakes.HELLOS
-    size = ends.log_size()
+    size = ends.log.stat().st_size
     for connection in ends.opened(1):
         for _ in range(30):
             assert ends.session("silo-00", connection) is None
-    assert ends.log_size() - size < 10_000, "some refusals are counted, not logged"
+    assert ends.log.stat().st_size - size < 10_000, "some refusals are counted, not logged"
     assert ends.roster.refused["too_often"] == 35
     (other,) = (ends.session("silo-01", connection) for connection in ends.opened(1))
     assert other is not None, "another peer is served"
@@ -199,28 +106,24 @@ def test_inquiries_do_not_use_up_the_handshakes_of_a_silo(ends: Ends) -> None:
 @pytest.mark.parametrize("kind", [Kind.HEARTBEAT, Kind.REPLY])
 def test_a_peer_that_sends_without_a_request_loses_its_session(kind: Kind, ends: Ends) -> None:
     for connection in ends.opened(1):
-        session = ends.session("silo-00", connection)
-        assert session is not None
+        session = ends.joined(connection)
         sent = 0
         for _ in range(3):
             while ends.roster.online("silo-00") and sent < 100:
-                message = Message(header(session, kind, reply_to=1))
-                ends.passes(connection, flat(seal_message(session, message)))
+                ends.passes(connection, sealed(session, header(session, kind, reply_to=1)))
                 sent += 1
-            session = ends.session("silo-00", connection)
-            assert session is not None
+            session = ends.joined(connection)
         assert sent == rosters.MESSAGES + 3, "a new session has no new limit"
         assert ends.roster.refused["too_often"] == 3
 
 
 def test_each_request_allows_an_answer(ends: Ends) -> None:
     for connection in ends.opened(1):
-        session = ends.session("silo-00", connection)
-        assert session is not None
+        session = ends.joined(connection)
         for number in range(1, 3 * rosters.MESSAGES):
             ends.roster.send("silo-00", Message(ends.roster.header("silo-00", Kind.EVALUATE, sequence=number)))
             reply = header(session, Kind.REPLY, sequence=number, reply_to=number)
-            ends.passes(connection, flat(seal_message(session, Message(reply))))
+            ends.passes(connection, sealed(session, reply))
         assert ends.roster.online("silo-00")
         assert ends.roster.refused["too_often"] == 0
 
@@ -229,8 +132,7 @@ def test_new_sessions_bring_no_new_requests_for_new_keys(ends: Ends) -> None:
     ends.roster._rekeys = peer_rate_limits(4)
     identity, answered = load_identity(ends.keys, "silo-00"), 0
     for connection in ends.opened(6):
-        session = ends.session("silo-00", connection)
-        assert session is not None
+        session = ends.joined(connection)
         asked, state = begin_rekey(identity, session, header(session, Kind.REKEY))
         frames = ends.passes(connection, flat(asked))
         assert frames is not None

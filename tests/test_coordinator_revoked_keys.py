@@ -20,13 +20,12 @@ from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity, revoke
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import NoteRecord, TimelineRecord
-from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.sessions import seal_message
+from fedmq.wire.messages import COORDINATOR, Kind
 from tests import in_process_run, threaded_run
 from tests.log_causes import records
+from tests.roster_ends import RUN, header, roster_ends, sealed
 from tests.test_adversary_hostile_peers import within
 from tests.test_coordinator_data_admission import stated
-from tests.test_coordinator_rate_limits import RUN, flat, header, opened_ends
 from tests.threaded_run import resolved, run_of
 from tests.waiting import memory_uri
 
@@ -98,7 +97,7 @@ def test_a_run_does_not_resume_without_an_eligible_silo(tiny: Path, tmp_path: Pa
 @pytest.mark.parametrize("phase", ["welcomed", "connected", "stated", "joined"])
 def test_a_removed_key_is_out_within_a_second_in_every_phase(tmp_path: Path, phase: str) -> None:
     admission = None if phase == "joined" else OwnDataAdmission(("silo-00", "silo-01"), RUN, evaluator=False)
-    for ends in opened_ends(tmp_path, admission=admission, names=("silo-00", "silo-01")):
+    with roster_ends(tmp_path, admission=admission, names=("silo-00", "silo-01")) as ends:
         connection, identity = ends.connect(), load_identity(ends.keys, "silo-00")
         hello, initiated = initiate(identity, COORDINATOR, RUN, 0.0)
         welcome = ends.passes(connection, hello)
@@ -108,8 +107,7 @@ def test_a_removed_key_is_out_within_a_second_in_every_phase(tmp_path: Path, pha
         if phase != "welcomed":
             ends.passes(connection, ready)
         if phase == "stated":
-            statement = Message(header(session, Kind.STATEMENT), stated("silo-00").payloads)
-            ends.passes(connection, flat(seal_message(session, statement)))
+            ends.passes(connection, sealed(session, header(session, Kind.STATEMENT), stated("silo-00").payloads))
         assert ends.roster.online("silo-00") == (phase == "joined")
         assert ("silo-00" in ends.roster.joining()) == (phase in ("connected", "stated"))
         revoke(ends.keys, "silo-00")

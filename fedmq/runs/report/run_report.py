@@ -95,7 +95,9 @@ def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Lo
         headline=headline(summary, untrained),
         answers=answers(summary, evaluations, scenario, facts),
         remarks=_remarks(summary, untrained),
-        about=" ".join([_about(summary, scenario, facts), *(f"Data, {line}." for line in notes)]),
+        about=" ".join(
+            [_about(summary, scenario, facts), *([f"About the data: {'; '.join(notes)}."] if notes else [])]
+        ),
         curves=figures.curves(evaluations, merges, personal, custom, facts.bytes_at, clock),
         examples=[] if data is None else figures.examples(data),
         gallery_items=0 if data is None else data.items,

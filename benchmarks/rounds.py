@@ -60,7 +60,7 @@ class Constant(FederatedProtocol):
     Options: ClassVar[type[Any]] = _NoOptions
 
     def __init__(self, options: _NoOptions, context: Context) -> None:
-        self.context = context
+        super().__init__(options, context)
         self.branches = aggregation.branch_slices(context.layout)
         self.update = np.full(context.layout.size, 1e-3, np.float32)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
-from fedmq.experiments import process_pool, runner, tables
+from fedmq.experiments import plots, process_pool, runner
 from fedmq.storage.run_folder import RunFolder
 from tests.command_line import completed, fedmq
 from tests.comparisons import comparison_file, finish
@@ -201,7 +201,7 @@ def test_the_tables_are_written_and_printed_before_the_plots_are_drawn(
     def fail(*_: object) -> str:
         raise KeyError("plots")
 
-    monkeypatch.setattr(tables, "page", fail)
+    monkeypatch.setattr(plots, "page", fail)
     arguments = ["compare", str(tiny), "--metric", "mean_r1", "--seeds", "0", "--quiet", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.app, arguments)
     assert isinstance(done.exception, KeyError)

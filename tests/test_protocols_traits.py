@@ -117,6 +117,13 @@ def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[st
         protocols.load(name)
 
 
+def test_a_method_whose_init_keeps_no_options_is_told_to_call_that_of_its_base(mine: Callable[[str], str]) -> None:
+    own = "\n    def __init__(self, options, context):\n        self.context = context\n"
+    name = mine(f"from protocols.fedavg import FedAvg\nclass PROTOCOL(FedAvg):{own}")
+    with pytest.raises(InputError, match=r"super\(\).__init__"):
+        protocols.create(ProtocolChoice(name=name), population("fedavg").context)
+
+
 @dataclass(frozen=True)
 class Undecided:
     """Options with one field without default."""

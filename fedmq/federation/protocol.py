@@ -294,6 +294,7 @@ class FederatedProtocol(ABC):
     REPORTED: ClassVar[Mapping[str, ReportedValue]] = {}
 
     def __init__(self, options: Any, context: Context) -> None:
+        """Keep the method's options and the run's context; a method that overrides this calls it."""
         self.options = options
         self.context = context
 
@@ -404,8 +405,11 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
         context: context of the run.
 
     Raises:
-        InputError: a trait contradicts the method's functions or another trait.
+        InputError: a trait contradicts the method's functions or another trait, or the method keeps no options.
     """
+    if not hasattr(method, "options"):
+        allowed = "one that calls super().__init__(options, context)"
+        raise InputError(f"protocol {name}", f"an __init__ of class {type(method).__name__} without options", allowed)
     place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
     for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),

@@ -52,7 +52,11 @@ def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
 
 
 def decode_bytes(content: bytes, place: str) -> Pixels:
-    """Decode the bytes of an image file, like :func:`decode`; ``place`` is its place in error messages."""
+    """Decode the bytes of an image file, like :func:`decode`; ``place`` is its place in error messages.
+
+    Raises:
+        InputError: they are not an image that can be read.
+    """
     return quarantine.read(pixels_of, content, place, place=place, allowed="a readable image", libraries=_LIBRARIES)
 
 

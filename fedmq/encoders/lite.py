@@ -375,7 +375,11 @@ def encode_images(images: Iterable[Pixels]) -> Floats:
 
 
 def encode_texts(texts: Sequence[str]) -> Floats:
-    """Embed texts in the joint space: float32 [n, DIM], unit length; errors as of :func:`text_features`."""
+    """Embed texts in the joint space: float32 [n, DIM], unit length.
+
+    Raises:
+        InputError: a package is missing.
+    """
     return align("text", text_features(texts))
 
 

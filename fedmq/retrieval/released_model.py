@@ -245,7 +245,11 @@ class Release:
             raise InputError(f"{self.run.root}: the data", changed, f"the data of the run ({recorded[:12]})")
 
     def encoder(self, modality: Modality) -> Encoder:
-        """The frozen encoder of the run's data; errors as in :meth:`ModelFolder.encoder`."""
+        """The frozen encoder of the run's data.
+
+        Raises:
+            InputError: as in :meth:`ModelFolder.encoder`.
+        """
         return self.files.encoder(modality)
 
 

@@ -40,7 +40,7 @@ from fedmq.wire.payloads import (
     Payload,
     Refusal,
 )
-from protocols.parts.aggregation import completed, layers_of, trainable
+from protocols.parts.missing_branch import completed, layers_of, trainable
 from protocols.parts.robust import robust_replies
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.config.site import read_site
 from fedmq.wire.keys import init_keys
 from silos.program import run_silo

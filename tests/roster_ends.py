@@ -90,7 +90,7 @@ class Ends:
         return connect(self.listener.uri)
 
     def opened(self, count: int) -> Iterator[Connection]:
-        """So many connections, one after the other."""
+        """Open ``count`` connections, each after the one before is closed."""
         for _ in range(count):
             connection = self.connect()
             yield connection

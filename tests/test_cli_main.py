@@ -20,7 +20,7 @@ from fedmq.cli import console
 from fedmq.cli import keys as key_commands
 from fedmq.cli import main as cli
 from fedmq.cli import run as run_commands
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.config import resolve as scenarios
 from fedmq.data.readers.manifest import read_manifest
 from fedmq.encoders.image_sets import ImageFiles

@@ -23,7 +23,7 @@ from benchmarks.attacks import free_port
 from fedmq.audit.log_checks import audit_run
 from fedmq.cli import terminal
 from fedmq.cli.compare import display_progress
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.stay import BY_POLICY, accepted_run
 from fedmq.config.run_id import without_machine
 from fedmq.config.site import read_site

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from benchmarks.attacks import free_port
 from fedmq.cli import compare
 from fedmq.cli import main as cli
-from fedmq.cli.options import ProcessOptions, resolved_file, silo_arguments
+from fedmq.cli.options import ProcessOptions, silo_arguments
+from fedmq.cli.scenarios import resolved_file
 from fedmq.config.resolve import load
 from fedmq.config.scenario import Scenario
 from fedmq.experiments.grid import Entry

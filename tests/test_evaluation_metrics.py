@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Evaluation

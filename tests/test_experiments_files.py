@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -200,7 +199,7 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
-def kind_of(raw: dict[str, Any]) -> str:
+def kind_of(raw: Mapping[str, object]) -> str:
     if "tune" in raw:
         return "tuning"
     return "comparison" if raw.keys() & {"compare", "sweep"} else "scenario"

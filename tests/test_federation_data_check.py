@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedmq.cli import data as cli_data
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
 from fedmq.config.site import read_site

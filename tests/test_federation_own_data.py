@@ -16,7 +16,7 @@ import yaml
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.replay import sites_of
 from fedmq.cli.console import BAD_INPUT
-from fedmq.cli.options import resolved_file
+from fedmq.cli.scenarios import resolved_file
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics, read_summary

@@ -27,7 +27,7 @@ WRONG = {
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from fedmq.cli.options import read_here
+from fedmq.cli.scenarios import read_here
 from fedmq.errors import InputError
 said = []
 for file in sys.argv[1:]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.cli import main as cli
-from fedmq.cli.options import print_results
+from fedmq.cli.scenarios import print_results
 from fedmq.config.scenario import Scenario
 from fedmq.federation.preflight import Program, Result, Verdict
 from fedmq.launch import preflight as module

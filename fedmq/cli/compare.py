@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.markup import escape
 
 from fedmq.cli.console import bar, err, exit_stopped, out
-from fedmq.cli.options import AsJson, Quiet, resolved_file, warn, with_options
+from fedmq.cli.options import AsJson, Quiet, with_options
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.launch.interrupts import FAILED, until_stopped

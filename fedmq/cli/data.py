@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.cli.console import BAD_INPUT, DIFFERENT, bar, continued_by_repeating, out, starting
-from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit, resolved_file
+from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, check_fit
+from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import open_run
 from fedmq.text import print_json, print_line, printable

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from fedmq.cli.console import bar, err, later, out
-from fedmq.cli.options import CONNECT, Quiet, resolved
+from fedmq.cli.options import CONNECT, Quiet
+from fedmq.cli.scenarios import resolved
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import make_folder, write_text
 from fedmq.text import is_float, one_of, print_line, printable

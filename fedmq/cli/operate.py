@@ -34,11 +34,9 @@ from fedmq.cli.options import (
     SiloName,
     SiloOut,
     SiteFile,
-    print_results,
-    resolved,
-    resolved_file,
     silo_arguments,
 )
+from fedmq.cli.scenarios import print_results, resolved, resolved_file
 from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
 from fedmq.storage.run_folder import RunFolder, open_run, write_json, write_text

@@ -1,31 +1,21 @@
-"""What several commands share: arguments and options, and the scenarios and programs that they name."""
+"""Arguments and options that several commands share, and how a silo or the evaluator is started from them."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from fedmq.cli.console import BAD_INPUT, bar, err
 from fedmq.errors import InputError
 from fedmq.storage.logs import LogFormat, LogLevel, LogOptions
-from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.config.resolve import ResolvedRun, Source
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.config.site import Site
-    from fedmq.evaluation.program import EvaluatorArguments
-    from fedmq.federation.preflight import Result
     from silos.tasks import SiloArguments
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
@@ -219,107 +209,3 @@ def check_fit(run: ResolvedRun, site: Site) -> None:
             given = f"{key} with partition.kind {run.scenario.partition.kind}"
             allowed = f"no {key}: only with partition.kind own, as the scenario has the data of all silos"
             raise InputError(site.place(key), given, allowed)
-
-
-# --------------------------------------------------------------------------------------------------------- scenarios
-@contextlib.contextmanager
-def quick_imports() -> Iterator[None]:
-    """Import large packages in the block without garbage collections, which would take a fifth of the time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def resolved(source: Source, *, manual: bool = False, adopt: bool = True) -> ResolvedRun:
-    """A run with all defaults filled in, including the method's options.
-
-    Paths become absolute, so that a resume or a search finds them from any folder. With manually launched programs,
-    paths of weights stay as written: the programs run on several machines and must agree on them.
-
-    Args:
-        source: from ``fedmq.config.resolve.read``.
-        manual: the programs are launched manually.
-        adopt: allow to execute Python files that the scenario names; False for a run folder that is only read.
-    """
-    from fedmq.config.resolve import resolve  # noqa: PLC0415
-
-    with quick_imports():
-        import protocols  # noqa: PLC0415 - imports torch
-
-    return resolve(source, protocols, weights=not manual, adopt=adopt)
-
-
-def resolved_file(
-    file: Path, settings: list[str] | None = None, seed: int | None = None, *, manual: bool = False, adopt: bool = True
-) -> ResolvedRun:
-    """Like :func:`resolved`, for a file with settings and a seed."""
-    from fedmq.config.resolve import read  # noqa: PLC0415
-
-    source = read_here(file, settings, seed) if adopt else read(file, settings or (), seed)
-    return resolved(source, manual=manual, adopt=adopt)
-
-
-def read_here(file: Path, settings: list[str] | None = None, seed: int | None = None) -> Source:
-    """Read a scenario whose data are on this machine, and refuse quickly whatever can be refused without torch."""
-    from fedmq.config.resolve import read  # noqa: PLC0415
-    from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415
-
-    source = read(file, settings or (), seed)
-    refuse_scenario(source)
-    return source
-
-
-def warn(runs: Iterable[ResolvedRun]) -> None:
-    """Print which settings of the runs have no effect."""
-    for line in dict.fromkeys(line for run in runs for line in run.warnings):
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
-
-
-def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:
-    """Make the checks of a program that starts, and warn of settings without effect.
-
-    Raises:
-        FedmqError: the first problem.
-    """
-    from fedmq.federation.preflight import Program, refuse  # noqa: PLC0415
-    from fedmq.launch.preflight import Starting, checks_of  # noqa: PLC0415
-
-    refuse(checks_of(Program[program]), Starting(run, peer))
-    if peer is None:
-        warn([run])
-
-
-def explain(run: ResolvedRun, *, quiet: bool, as_json: bool = False) -> None:
-    """Make all checks before a run, and print what it would do and take; as JSON only the estimates."""
-    from fedmq.federation.preflight import Program  # noqa: PLC0415
-    from fedmq.launch import estimates, preflight  # noqa: PLC0415
-
-    progress = None if quiet else bar()
-    results = [*preflight.preflight(Program.CHECK, preflight.Starting(run, progress=progress))]
-    warn([run])
-    if print_results(results, err):
-        sys.exit(BAD_INPUT)
-    if as_json:
-        print_json(estimates.estimates(run, progress))
-        return
-    for line in estimates.explain(run, progress):
-        print_line(printable(line))
-
-
-_STYLES = {"ok": "green", "differs": "yellow", "skipped": "yellow", "warning": "yellow", "failed": "red"}
-
-
-def print_results(results: Iterable[Result], console: Console) -> bool:
-    """Print a table of checks, their results and how to fix a problem; returns whether there is one."""
-    table, made = Table(box=None, padding=(0, 2, 0, 0)), list(results)
-    for head in ("check", "result", "how to fix"):
-        table.add_column(head, overflow="fold")
-    for result in made:
-        verdict = f"[{_STYLES[result.verdict]}]{result.verdict}[/]"
-        detail = f"{verdict}: {escape(printable(result.detail))}"
-        table.add_row(result.name, detail, escape(result.fix) if result.verdict == "failed" else "")
-    if made:
-        console.print(table)
-    return any(result.verdict == "failed" for result in made)

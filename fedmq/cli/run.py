@@ -49,15 +49,10 @@ from fedmq.cli.options import (
     SiteFile,
     StopSilos,
     Whereabouts,
-    explain,
-    quick_imports,
-    read_here,
-    refuse_start,
-    resolved,
-    resolved_file,
     silo_arguments,
 )
 from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
+from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import until_stopped
 from fedmq.profiling import span

@@ -13,7 +13,8 @@ from typing import NoReturn
 
 import typer
 
-from fedmq.cli.options import ProcessOptions, refuse_start, resolved_file, silo_arguments
+from fedmq.cli.options import ProcessOptions, silo_arguments
+from fedmq.cli.scenarios import refuse_start, resolved_file
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.run_id import folder_of
 from fedmq.config.site import Site

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from fedmq.cli.compare import command_line, display_progress, workplace
 from fedmq.cli.console import err, exit_stopped, out
-from fedmq.cli.options import AsJson, Quiet, resolved_file, warn
+from fedmq.cli.options import AsJson, Quiet
+from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.launch.interrupts import FAILED, until_stopped
 from fedmq.storage.run_folder import write_text
 from fedmq.text import as_csv, counted, print_json, print_line

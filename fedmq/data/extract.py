@@ -135,7 +135,7 @@ def _write_mark(mark: Path, content: str) -> None:
 def pooled(vectors: Array, counts: Sequence[int]) -> Array:
     """Video embeddings: the L2-normalised mean of each video's frame embeddings (RCSR, MSR-VTT).
 
-    Frame embeddings float32 [sum(counts), d] and the number of frames of each video to float32 [len(counts), d].
+    Takes frame embeddings float32 [sum(counts), d] and each video's number of frames; returns float32 [len(counts), d].
     """
     ends = np.cumsum(counts)
     means = np.stack([vectors[end - count : end].mean(axis=0) for end, count in zip(ends, counts, strict=True)])

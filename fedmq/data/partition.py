@@ -135,7 +135,7 @@ def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: n
 def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
     """Number of samples of each group for each silo: cuts at floor(cumsum(p) n_g), remainder to the last silo.
 
-    ``sizes`` int [G] are the samples of each group, ``proportions`` float64 [G, K] sum to 1 in rows; int64 [G, K].
+    Takes the samples of each group, int [G], and proportions float64 [G, K] whose rows sum to 1; returns int64 [G, K].
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     cuts = (np.cumsum(proportions, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)

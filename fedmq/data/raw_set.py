@@ -243,7 +243,7 @@ def _multi_hot(labels: Sequence[Collection[str]], names: Sequence[str]) -> tuple
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
-    """Rows of the items that ``data.labelled`` keeps: int64, ascending; of class numbers [n], all of them.
+    """Rows of the items that ``data.labelled`` keeps: int64, ascending; all items if labels are class numbers [n].
 
     Raises:
         InputError: fewer than two items have a label.

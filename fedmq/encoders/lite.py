@@ -193,7 +193,7 @@ def frame(image: Pixels) -> Pixels:
 def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
     """Spatial mean and maximum of each stage in order, then the penultimate stage pooled to a coarse grid.
 
-    Images float32 [n, 3, EDGE, EDGE], scaled, to float32 [n, IMAGE_DIM].
+    Takes scaled images float32 [n, 3, EDGE, EDGE]; returns float32 [n, IMAGE_DIM].
     """
     x = cast("torch.nn.Module", tower.bn1)(cast("torch.nn.Module", tower.conv_stem)(batch))
     maps = []

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
-from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, Model, PartialDelta, Payload
+from fedmq.wire.payloads import Model
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 18
@@ -248,62 +247,3 @@ def merge_updates(
         else:
             add_weighted(step[part], parts, weights * torch.tensor(owners))
     return step.add_(theta).to(theta.dtype)
-
-
-# --------------------------------------------------------------------------------------------------- missing branches
-# Nothing trains the branch of a modality that a silo lacks, so its change is exactly zero and is not sent: the silo
-# uploads a partial delta of the layers it trains, and the coordinator, which knows its modalities, restores the zeros.
-def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that a method's updates cover.
-
-    Args:
-        layout: layout of the whole model.
-        layers: the method's shared layers; None if it shares all.
-    """
-    return tuple(layout.by_name) if layers is None else tuple(layers)
-
-
-def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
-    """The subset of ``layers`` that a silo trains; empty if all of them are of the modality it lacks."""
-    lacked = tuple(prefix for modality, prefix in BRANCHES.items() if not getattr(silo, modality))
-    return tuple(name for name in layers if not name.startswith(lacked))
-
-
-def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
-    """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
-
-    Args:
-        payload: payload from the method; an update's buffer is float32.
-        layout: layout of the whole model.
-        silo: the sender.
-    """
-    if not isinstance(payload, Delta | PartialDelta):
-        return payload
-    layers = layers_of(layout, payload.names if isinstance(payload, PartialDelta) else None)
-    kept = trainable(layers, silo)
-    if kept == layers:
-        return payload
-    part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
-    change = extract(read_only(payload.buffer), part, kept)
-    return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
-
-
-def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
-    """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
-
-    Args:
-        payload: payload as received, checked by ``coordinator.updates``.
-        layout: layout of the whole model.
-        layers: the layers that the method's updates cover; None for the whole model.
-        silo: the sender.
-    """
-    names = layers_of(layout, layers)
-    if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:
-        return payload
-    part = layout.part(names)
-    change = torch.zeros(part.size)
-    insert(change, part, payload.names, read_only(payload.buffer))
-    buffer = change.numpy()
-    if layers is None:
-        return Delta(payload.layout_digest, buffer, payload.n_samples)
-    return PartialDelta(payload.layout_digest, names, buffer, payload.n_samples)

@@ -49,7 +49,7 @@ class Snapshots:
     def resume(self, total: Tensor) -> tuple[int, Tensor, int]:
         """Number of epochs done, sum of their losses (float64 [], on the device of ``total``) and their samples.
 
-        A snapshot of another task is ignored; whoever loads one has checked that it is what was saved.
+        A snapshot of another task is ignored; the store has checked its digest.
         """
         saved = {} if self._store is None else self._store.load()
         if self._store is None or not saved or not torch.equal(saved[_TASK], self._identity()):

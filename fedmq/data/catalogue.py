@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -64,7 +64,9 @@ class DataSet:
         """Read the set as :meth:`read`, but in this process."""
         found = self._reader()(data)
         found = found.labelled() if data.labelled else found
-        return found if data.captions is None else found.first_captions(data.captions)
+        if data.captions is None:
+            return found
+        return replace(found, captions=tuple(captions[: data.captions] for captions in found.captions))
 
     def _checked(self, data: Data) -> RawSet:
         """The result of a third-party reader, checked to be a data set."""

@@ -130,10 +130,6 @@ class RawSet:
         """
         return self.subset(labelled_rows(self.labels, self.place))
 
-    def first_captions(self, most: int) -> RawSet:
-        """The set with only the first ``most`` captions of each item."""
-        return replace(self, captions=tuple(captions[:most] for captions in self.captions))
-
     @cached_property
     def image_digest(self) -> str:
         """SHA-256 (hex) of the images' contents, regardless of file names."""

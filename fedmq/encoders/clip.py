@@ -8,7 +8,7 @@ x <- x + up(gelu(down(x))). Source: RCSR.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -213,9 +213,6 @@ def cut(name: str, texts: Sequence[str]) -> list[bool]:
 def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: str = "cpu") -> Floats:
     """Features float32 [n, e] of the frozen text tower, after its projection, of tokens int [n, 77], some rows each."""
     with torch.inference_mode():
-        parts = [frozen(torch.from_numpy(part).to(device)).cpu().numpy() for part in _parts(tokens, rows)]
+        starts = range(0, len(tokens), rows)
+        parts = [frozen(torch.from_numpy(tokens[at : at + rows]).to(device)).cpu().numpy() for at in starts]
     return np.concatenate(parts)
-
-
-def _parts(tokens: npt.NDArray[Any], rows: int) -> Iterator[npt.NDArray[Any]]:
-    return (tokens[start : start + rows] for start in range(0, len(tokens), rows))

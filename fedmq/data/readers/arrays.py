@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,21 +229,6 @@ def holds_pixels(data: Data) -> bool:
     return not (path.is_dir() and any(inner.is_dir() and not is_leftover(inner.name) for inner in path.iterdir()))
 
 
-def read_wikipedia(data: Data) -> RawSet:
-    """Read Wikipedia, as distributed or as arrays of pixels, texts and labels (FedUCH's ``WikiPedia.mat``)."""
-    return read_pixels(data) if holds_pixels(data) else wikipedia_photos(data)
-
-
-def read_mirflickr(data: Data) -> RawSet:
-    """Read MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels."""
-    return read_pixels(data) if holds_pixels(data) else mirflickr_photos(data)
-
-
-def read_nuswide(data: Data) -> RawSet:
-    """Read NUS-WIDE-21, as distributed or as arrays of pixels, tags and labels."""
-    return read_pixels(data) if holds_pixels(data) else nuswide_photos(data)
-
-
 def read_pixels(data: Data) -> RawSet:
     """Read a set stored as arrays of pixels, tags and labels, named ``IAll``, ``YAll``, ``LAll`` or similar.
 
@@ -297,3 +283,13 @@ def read_pixels(data: Data) -> RawSet:
             split=_stored_split(path, n),
         )
     )
+
+
+def _read(photos: Callable[[Data], RawSet], data: Data) -> RawSet:
+    """Read a set as distributed, or as arrays of pixels, tags and labels (Wikipedia: FedUCH's ``WikiPedia.mat``)."""
+    return read_pixels(data) if holds_pixels(data) else photos(data)
+
+
+read_wikipedia = partial(_read, wikipedia_photos)
+read_mirflickr = partial(_read, mirflickr_photos)
+read_nuswide = partial(_read, nuswide_photos)

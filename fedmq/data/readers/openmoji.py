@@ -13,7 +13,7 @@ import importlib.metadata
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -53,25 +53,8 @@ class Item:
     split: Split  # determined by a hash of ``key``, so that it does not change when items are added
 
 
-@dataclass(frozen=True)
-class Words:
-    """One line of ``openmoji_words.tsv``."""
-
-    key: str  # as ``Item.key``
-    category: str  # the Unicode group
-    subcategory: str  # the Unicode subgroup
-    keywords: tuple[str, ...]  # CLDR keywords, in CLDR order
-
-
 def _package(name: str) -> Any:
     return package(name, "embedded", "data.name: openmoji")
-
-
-def _parse_words(text: str) -> Iterator[Words]:
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            key, category, subcategory, keywords = line.split("\t")
-            yield Words(key, category, subcategory, tuple(keywords.split("|")))
 
 
 def character_of(key: str) -> str:
@@ -134,24 +117,24 @@ def load_items() -> list[Item]:
     table = _package("emoji").EMOJI_DATA
     drawn = {path.stem for path in _folder().glob("*.svg")}
     text = files("fedmq.data.readers").joinpath("openmoji_words.tsv").read_text(encoding="utf-8")
-    # Items unknown to the installed package versions are skipped.
-    known = (words for words in _parse_words(text) if words.key in drawn and character_of(words.key) in table)
-    rows = sorted(known, key=lambda words: words.key)
+    # Key, group, subgroup and CLDR keywords; items unknown to the installed package versions are skipped.
+    lines = (line.split("\t") for line in text.splitlines() if line and not line.startswith("#"))
+    rows = sorted(line for line in lines if line[0] in drawn and character_of(line[0]) in table)
     candidates = []
-    for words in rows:
-        entry = table[character_of(words.key)]
+    for key, _, subcategory, keywords in rows:
+        entry = table[character_of(key)]
         names = [_plain(label) for label in (entry["en"], *entry.get("alias", ()))]
-        candidates.append(caption_candidates(names, words.keywords, words.subcategory))
+        candidates.append(caption_candidates(names, keywords.split("|"), subcategory))
     uses = Counter(caption.lower() for captions in candidates for caption in captions)
     return [
         Item(
-            key=words.key,
+            key=key,
             captions=(captions[0], *[c for c in captions[1:] if uses[c.lower()] == 1][: MAX_CAPTIONS - 1]),
-            category=words.category,
-            subcategory=words.subcategory,
-            split=split_of(words.key),
+            category=category,
+            subcategory=subcategory,
+            split=split_of(key),
         )
-        for words, captions in zip(rows, candidates, strict=True)
+        for (key, category, subcategory, _), captions in zip(rows, candidates, strict=True)
     ]
 
 

@@ -138,7 +138,7 @@ class Rcsr(FederatedProtocol):
         refuse_other_bases("rcsr", context)
         super().__init__(options, context)
         self.branches = aggregation.branch_slices(context.layout)
-        self.router = router.layout(context.dim, options.filler == "learned")
+        self.router_layout = router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -252,7 +252,7 @@ class Rcsr(FederatedProtocol):
     def initial(self, theta: Tensor) -> State:
         """The initial model and router, uniform q, and empty prototypes and tables."""
         count, dim = len(self.context.silos), self.context.dim
-        values = router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
+        values = router.initial(self.router_layout, torch_generator(self.context.seed, "rcsr", "router"))
         tensors = {
             **prototypes.initial(dim),
             **(centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
@@ -414,9 +414,9 @@ class Rcsr(FederatedProtocol):
             case "zero":
                 return torch.zeros(2, self.context.dim)
             case "learned":
-                return unit(router.views(values, self.router)["filler"])
+                return unit(router.views(values, self.router_layout)["filler"])
 
-    def _scores(
+    def _router_weights(
         self,
         values: Tensor,
         pool: Statistics,
@@ -427,13 +427,13 @@ class Rcsr(FederatedProtocol):
         filled = router.filled(pool.prototypes, pool.mask, self._filler(values, tensors))
         hidden = self.options.router_mask == "input"
         tokens = router.tokens(filled, pool.mask, pool.geometry, pool.losses, hidden)
-        scores = router.logits(router.views(values, self.router), tokens, generator)
+        scores = router.logits(router.views(values, self.router_layout), tokens, generator)
         return router.weights(scores), filled
 
     def _routed(self, values: Tensor, pool: Statistics, tensors: Mapping[str, Tensor]) -> Tensor:
         """The router weights applied in a merge, float64 [M], without dropout."""
         with torch.no_grad():
-            return self._scores(values, pool, tensors, None)[0]
+            return self._router_weights(values, pool, tensors, None)[0]
 
     def _router_stepped(
         self, adam: router.Adam, pool: Statistics, tensors: Mapping[str, Tensor], merges: int
@@ -443,7 +443,7 @@ class Rcsr(FederatedProtocol):
             return adam, 0.0
         generator = torch_generator(self.context.seed, "rcsr", "dropout", merges)
         values = adam.values.clone().requires_grad_()
-        weights, filled = self._scores(values, pool, tensors, generator)
+        weights, filled = self._router_weights(values, pool, tensors, generator)
         loss = router_loss(weights, filled, pool.mask, tensors[prototypes.PROTOTYPES], self.options)
         (gradient,) = torch.autograd.grad(loss, values)
         return router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())

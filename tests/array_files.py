@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Backbone
 
@@ -77,3 +79,24 @@ def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
 
 
 PIXELS = RNG.integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)  # items, height, width, channels
+
+
+def _in_chunks(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        for key, value in parts().items():
+            file.create_dataset(key, data=value, compression="gzip", fletcher32=True)
+
+
+#: Names of files of arrays, what writes one, and the data set that it is.
+ARRAY_FILES: Mapping[str, tuple[Callable[[Path], object], str]] = {
+    "a.npz": (lambda path: np.savez(path, **feature_arrays(), labels=np.arange(10) % 3), "features"),
+    "a.safetensors": (
+        lambda path: save_file(feature_arrays() | {"split": np.array([0] * 7 + [1, 2, 3])}, path),
+        "features",
+    ),
+    "4.mat": (lambda path: scipy_io.savemat(path, parts(), format="4"), "pascal"),
+    "5.mat": (lambda path: scipy_io.savemat(path, parts()), "pascal"),
+    "compressed.mat": (lambda path: scipy_io.savemat(path, parts(), do_compression=True), "pascal"),
+    "73.mat": (lambda path: matlab_hdf5(path, **parts()), "pascal"),
+    "a.h5": (_in_chunks, "pascal"),
+}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,96 @@ def add(archive: tarfile.TarFile, name: str, content: bytes, **about: Any) -> No
     for key, value in about.items():
         setattr(info, key, value)
     archive.addfile(info, io.BytesIO(content))
+
+
+def with_texts(folder: Path) -> tuple[str, Path]:
+    for number, path in photos(folder).items():
+        path.with_suffix(".txt").write_text("\n".join(CAPTIONS[number]) + "\n\n")
+    (folder / "README.txt").write_text("no picture of this name")
+    return "folder", folder
+
+
+def imagefolder(folder: Path) -> tuple[str, Path]:
+    photos(folder)
+    lines = [{"file_name": f"{number}.png", "captions": list(CAPTIONS[number]), "width": 16} for number in CAPTIONS]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "folder", folder
+
+
+def parquet(folder: Path) -> tuple[str, Path]:
+    found = table(folder)
+    pytest.importorskip("pyarrow.parquet").write_table(found, folder / "photos.parquet", row_group_size=2)
+    return "parquet", folder / "photos.parquet"
+
+
+def arrow_stream(folder: Path) -> tuple[str, Path]:
+    arrow, found = pytest.importorskip("pyarrow"), table(folder)
+    with arrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), found.schema) as writer:
+        writer.write_table(found, max_chunksize=2)
+    return "parquet", folder / "data-00000-of-00001.arrow"
+
+
+def tar(folder: Path) -> tuple[str, Path]:
+    with tarfile.open(folder / "00000.tar", "w") as archive:
+        for number, path in photos(folder / "src").items():
+            add(archive, f"set/{number}.png", path.read_bytes())
+            if number == "1":
+                add(archive, f"set/{number}.txt", "\n".join(CAPTIONS[number]).encode())
+            else:
+                add(archive, f"set/{number}.json", json.dumps({"caption": CAPTIONS[number][0], "width": 16}).encode())
+    return "webdataset", folder / "00000.tar"
+
+
+def in_csv(folder: Path) -> tuple[str, Path]:
+    photos(folder)
+    labels, splits = {"1": "['a', 'b']", "2": "a"}, {"3": "test"}
+    with (folder / "list.csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(["image", "captions", "labels", "split"])
+        for number, captions in CAPTIONS.items():
+            lines.writerow([f"{number}.png", json.dumps(captions), labels.get(number), splits.get(number, "train")])
+    return "manifest", folder / "list.csv"
+
+
+def in_jsonl(folder: Path) -> tuple[str, Path]:
+    photos(folder)
+    items = [{"image": f"{number}.png", "captions": CAPTIONS[number], "labels": ["x", 1]} for number in CAPTIONS]
+    (folder / "list.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    return "manifest", folder / "list.jsonl"
+
+
+#: What writes the photos with their captions into a folder, in each form; returns the data set and its path.
+FORMS: Mapping[str, Callable[[Path], tuple[str, Path]]] = {
+    "texts": with_texts,
+    "imagefolder": imagefolder,
+    "csv": in_csv,
+    "jsonl": in_jsonl,
+    "parquet": parquet,
+    "arrow": arrow_stream,
+    "tar": tar,
+}
+#: Data sets in the layouts in which they are distributed, by name.
+PUBLISHED: Mapping[str, Callable[[Path], Path]] = {
+    "flickr8k": flickr8k_release,
+    "flickr30k": lambda folder: flickr(folder, "flickr30k"),
+    "coco": coco,
+    "iapr": iapr,
+    "msrvtt": lambda folder: msrvtt(folder, frames=2),
+    "mirflickr": mirflickr,
+    "nuswide": nuswide,
+    "wikipedia": wikipedia,
+    "pascal": pascal,
+}
+
+
+def video(path: Path, frames: Sequence[Any], codec: str = "mpeg4") -> Path:
+    """Write a video of frames uint8 [h, w, 3], with its index at the start."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w", options={"movflags": "faststart"} if path.suffix == ".mp4" else {}) as container:
+        stream = container.add_stream(codec, rate=10)
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path

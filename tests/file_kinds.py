@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import av
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import safetensors.numpy
 import torch
 from PIL import Image
@@ -43,15 +38,15 @@ from fedmq.storage.run_folder import write_json
 from fedmq.wire.key_requests import acceptance_of, new_request, read_request
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from tests import data_set_folders
-from tests.array_files import saved
+from tests.array_files import ARRAY_FILES, PIXELS, saved
 from tests.damaged_files import Folder, Kind, files_of
+from tests.data_set_folders import FORMS, PUBLISHED
 from tests.encoder_file_kinds import ENCODER_KINDS
 from tests.result_file_kinds import RESULT_KINDS
 from tests.run_file_kinds import RUN_KINDS
 from tests.state_file_kinds import STATE_KINDS
 
 _MODEL = "0" * 64  # digest of the model of the galleries below
-_SPLITS = ("train", "train", "train", "train", "val", "test", "test")
 _SCENARIO = """name: fuzz
 rounds: 3
 protocol: {name: rcsr, filler: zero}
@@ -96,87 +91,59 @@ peers: [coordinator, silo-00, silo-01]
 """
 
 
-# --- arrays ---------------------------------------------------------------------------------------------------------
-def _arrays() -> dict[str, Any]:
-    generator = numpy_generator(0, "fuzz", "arrays")
-    return {
-        "image": generator.normal(size=(12, 4)).astype(np.float32),
-        "text": generator.normal(size=(12, 3, 5)).astype(np.float32),
-        "labels": np.arange(12) % 3,
-        "captions": np.array([1, 2, 3] * 4),
-        "keys": np.array([f"k{row}" for row in range(12)]),
-        "split": np.array([0] * 8 + [1, 2, 2, 2]),
-    }
+# --- data sets ------------------------------------------------------------------------------------------------------
+_LISTS = {
+    "open_clip.csv": "filepath\ttitle\n1.png\ta, 1\n2.png\ta, 2\n3.png\ta, 3\n",
+    "metadata.csv": "file_name,text\n1.png,a 1\n2.png,a 2\n3.png,a 3\n",
+}
 
 
-def _file(name: str, arrays: Callable[[], dict[str, Any]]) -> Folder:
-    return files_of(lambda folder: saved(folder / name, arrays()))
+def _list(name: str) -> Kind:
+    def make(folder: Path) -> None:
+        data_set_folders.photos(folder)
+        (folder / name).write_text(_LISTS[name])
+
+    read = ("folder", "") if name == "metadata.csv" else ("manifest", name)
+    return Kind(partial(files_of, make), partial(_check, *read))
 
 
-def _safetensors() -> Folder:
-    return {
-        "f.safetensors": safetensors.numpy.save(
-            {name: value for name, value in _arrays().items() if name != "keys"},
-            {"label_names": json.dumps(["a", "b", "c"])},
-        )
-    }
+def _arrays(name: str) -> Kind:
+    write, set_name = ARRAY_FILES[name]
+
+    def read(folder: Path) -> object:
+        path = folder / name
+        return read_features(path) if set_name == "features" else read_arrays(Data(name=set_name, path=path))
+
+    return Kind(partial(files_of, lambda folder: write(folder / name)), read)
 
 
-def _parts() -> dict[str, Any]:
-    given = _arrays()
-    return {"IAll": given["image"], "YAll": given["text"][:, 0], "LAll": np.eye(3)[given["labels"]]}
+def _pixels(name: str) -> Kind:
+    arrays = {"IAll": PIXELS, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+    return _published("mirflickr", lambda folder: saved(folder / name, arrays), name)
 
 
-def _pixels() -> dict[str, Any]:
-    pixels = numpy_generator(0, "fuzz", "pixels").integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
-    return {"IAll": pixels, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+def _form(name: str) -> Kind:
+    with tempfile.TemporaryDirectory(prefix="fedmq-fuzz-") as folder:
+        set_name, path = FORMS[name](Path(folder))
+        return _published(set_name, FORMS[name], str(path.relative_to(folder)))
 
 
-def _read_parts(name: str, folder: Path) -> object:
-    return read_arrays(Data(name="mirflickr", path=folder / name, queries=2, train=4))
+def _other_images(folder: Path) -> None:
+    """Images of several formats, also with one channel of 16 bits, and of floating-point values."""
+    endings = ("jpeg", "tiff", "webp", "gif", "bmp", "ppm", "ico")
+    for row, ending in enumerate(endings):
+        data_set_folders.photo(folder / f"{row}.{ending}", row)
+    grey = numpy_generator(0, "fuzz", "formats").integers(0, 256, (12, 10))
+    Image.fromarray(grey.astype(np.uint16) << 8).save(folder / "7.png")
+    Image.fromarray(grey / np.float32(255)).save(folder / "8.tif")
+    names = sorted(path.name for path in folder.iterdir())
+    (folder / "list.csv").write_text("\n".join(["image,caption", *(f"{name},a {name}" for name in names)]))
 
 
-# --- sets of pictures -----------------------------------------------------------------------------------------------
-def _png(number: int) -> bytes:
-    pixels = numpy_generator(0, "fuzz", number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
-
-
-def _photos(count: int = 9) -> dict[str, bytes]:
-    return {f"{row}.png": _png(row) for row in range(count)}
-
-
-def _other_images() -> Folder:
-    found: dict[str, bytes] = {}
-    generator = numpy_generator(0, "fuzz", "formats")
-    for row, ending in enumerate(("jpeg", "tiff", "webp", "gif", "bmp", "ppm", "png", "tif", "ico")):
-        # The seventh and eighth have one channel of 16 bits, and of floating-point values.
-        pixels: Any = generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)
-        pixels = {"png": pixels[..., 0].astype(np.uint16) << 8, "tif": pixels[..., 0] / np.float32(255)}.get(
-            ending, pixels
-        )
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "tiff" if ending == "tif" else ending)
-        found[f"{row}.{ending}"] = file.getvalue()
-    return {"list.csv": "\n".join(["image,caption", *(f"{name},a {name}" for name in found)]).encode(), **found}
-
-
-def _videos() -> Folder:
-    found = {}
+def _videos(folder: Path) -> None:
+    frames = numpy_generator(0, "fuzz", "video").integers(0, 256, (6, 24, 32, 3), dtype=np.uint8)
     for ending, codec in (("mp4", "mpeg4"), ("avi", "mjpeg")):
-        file = io.BytesIO()
-        with av.open(file, "w", format=ending) as container:
-            stream: Any = container.add_stream(codec, rate=10)
-            stream.width, stream.height = 32, 24
-            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
-            for number in range(6):
-                pixels = numpy_generator(0, "fuzz", number).integers(0, 256, (24, 32, 3), dtype=np.uint8)
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-            container.mux(stream.encode())
-        found[f"video.{ending}"] = file.getvalue()
-    return found
+        data_set_folders.video(folder / f"video.{ending}", frames, codec)
 
 
 def _read_videos(folder: Path) -> object:
@@ -187,76 +154,9 @@ def _own_file() -> Folder:
     return {"mine.py": b"from dataclasses import dataclass\n\n\n@dataclass\nclass Options:\n    weight: float = 0.5\n"}
 
 
-def _csv() -> Folder:
-    lines = ["image,captions,labels,split"]
-    lines += [f"{row}.png,\"one|a dog, {row}\",\"['a', 'b']\",{'train' if row < 6 else 'test'}" for row in range(9)]
-    return {"list.csv": "\n".join(lines).encode(), **_photos()}
-
-
-def _open_clip() -> Folder:
-    return {"list.csv": "\n".join(["filepath\ttitle", *(f"{row}.png\ta, {row}" for row in range(9))]).encode(),
-            **_photos()}  # fmt: skip
-
-
-def _jsonl() -> Folder:
-    items = [
-        {"image": f"{row}.png", "captions": ["a", f"b {row}"], "labels": ["x"], "split": "train" if row < 6 else "test"}
-        for row in range(9)
-    ]
-    return {"list.jsonl": "\n".join(map(json.dumps, items)).encode(), **_photos()}
-
-
-def _texts() -> Folder:
-    found: dict[str, bytes] = {}
-    for split, rows in (("train", (0, 1, 2)), ("val", (3, 4)), ("test", (5, 6))):
-        for row in rows:
-            found |= {f"{split}/{row}.png": _png(row), f"{split}/{row}.txt": f"a {row}\nb {row}\n".encode()}
-    return found
-
-
-def _imagefolder(ending: str) -> Folder:
-    if ending == "csv":
-        lines = ["file_name,text", *(f"{row}.png,a {row}" for row in range(9))]
-    else:
-        lines = [json.dumps({"file_name": f"{row}.png", "captions": [f"a {row}"]}) for row in range(9)]
-    return {f"metadata.{ending}": "\n".join(lines).encode(), **_photos()}
-
-
-def _table() -> pyarrow.Table:
-    rows = range(len(_SPLITS))
-    images = [{"bytes": _png(row), "path": f"{row}.png"} for row in rows]
-    more = {"labels": [["x", "y"][: 1 + row % 2] for row in rows], "split": list(_SPLITS)}
-    return pyarrow.table({"image": images, "captions": [[f"a {row}", "b"] for row in rows], **more})
-
-
-def _parquet() -> Folder:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(_table(), file, row_group_size=3)
-    return {"t.parquet": file.getvalue()}
-
-
-def _arrow() -> Folder:
-    file, table = io.BytesIO(), _table()
-    with pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    return {"t.arrow": file.getvalue()}
-
-
-def _tar() -> Folder:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for row in range(5):
-            about = json.dumps({"caption": f"a {row}", "label": row}).encode()
-            for name, content in ((f"{row}.png", _png(row)), (f"{row}.json", about), (f"{row}.txt", b"b\nc")):
-                info = tarfile.TarInfo(f"set/{name}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return {"00000.tar": file.getvalue()}
-
-
-def _published(name: str, write: Callable[[Path], object]) -> Kind:
-    """The layout in which a data set is distributed."""
-    return Kind(partial(files_of, write), partial(_check, name, ""))
+def _published(name: str, write: Callable[[Path], object], file: str = "") -> Kind:
+    """A data set as it is distributed."""
+    return Kind(partial(files_of, write), partial(_check, name, file))
 
 
 def _check(name: str, file: str, folder: Path) -> object:
@@ -350,32 +250,13 @@ def _search(folder: Path) -> object:
 
 def _kinds() -> dict[str, Kind]:
     return {
-        "npz": Kind(partial(_file, "f.npz", _arrays), lambda folder: read_features(folder / "f.npz")),
-        "safetensors": Kind(_safetensors, lambda folder: read_features(folder / "f.safetensors")),
-        "mat": Kind(partial(_file, "f.mat", _parts), partial(_read_parts, "f.mat")),
-        "hdf5": Kind(partial(_file, "f.h5", _parts), partial(_read_parts, "f.h5")),
-        "pixels in mat": Kind(partial(_file, "f.mat", _pixels), partial(_check, "mirflickr", "f.mat")),
-        "pixels in hdf5": Kind(partial(_file, "f.h5", _pixels), partial(_check, "mirflickr", "f.h5")),
-        "csv": Kind(_csv, partial(_check, "manifest", "list.csv")),
-        "jsonl": Kind(_jsonl, partial(_check, "manifest", "list.jsonl")),
-        "open_clip": Kind(_open_clip, partial(_check, "manifest", "list.csv")),
-        "pictures with texts": Kind(_texts, partial(_check, "folder", "")),
-        "metadata.csv": Kind(partial(_imagefolder, "csv"), partial(_check, "folder", "")),
-        "metadata.jsonl": Kind(partial(_imagefolder, "jsonl"), partial(_check, "folder", "")),
-        "pictures of other formats": Kind(_other_images, partial(_check, "manifest", "list.csv")),
-        "videos": Kind(_videos, _read_videos),
-        "parquet": Kind(_parquet, partial(_check, "parquet", "t.parquet")),
-        "arrow": Kind(_arrow, partial(_check, "parquet", "t.arrow")),
-        "webdataset": Kind(_tar, partial(_check, "webdataset", "00000.tar")),
-        "flickr8k": _published("flickr8k", data_set_folders.flickr8k_release),
-        "flickr30k": _published("flickr30k", partial(data_set_folders.flickr, name="flickr30k")),
-        "coco": _published("coco", data_set_folders.coco),
-        "iapr": _published("iapr", data_set_folders.iapr),
-        "msrvtt": _published("msrvtt", partial(data_set_folders.msrvtt, frames=2)),
-        "mirflickr": _published("mirflickr", data_set_folders.mirflickr),
-        "nuswide": _published("nuswide", data_set_folders.nuswide),
-        "wikipedia": _published("wikipedia", data_set_folders.wikipedia),
-        "pascal": _published("pascal", data_set_folders.pascal),
+        **{name: _arrays(name) for name in ARRAY_FILES},
+        **{f"pixels.{ending}": _pixels(f"pixels.{ending}") for ending in ("mat", "h5")},
+        **{name: _list(name) for name in _LISTS},
+        **{name: _form(name) for name in FORMS},
+        "pictures of other formats": _published("manifest", _other_images, "list.csv"),
+        "videos": Kind(partial(files_of, _videos), _read_videos),
+        **{name: _published(name, write) for name, write in PUBLISHED.items()},
         "scenario": Kind(
             partial(_yaml, "scenario.yaml", _SCENARIO), lambda folder: scenarios.load(folder / "scenario.yaml")
         ),

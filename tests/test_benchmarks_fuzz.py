@@ -96,10 +96,10 @@ def test_a_folder_with_links_pipes_and_folders_in_place_of_files_is_written(tmp_
     assert (tmp_path / "made" / "pipe").is_fifo() and (tmp_path / "made" / "folder").is_dir()
 
 
-@pytest.mark.parametrize("kind", ["npz", "parquet", "png"])
+@pytest.mark.parametrize("kind", ["a.npz", "parquet", "csv"])
 def test_damage_of_what_a_format_holds_leaves_a_file_of_that_format(kind: str) -> None:
-    files = valid(KINDS["csv" if kind == "png" else kind])
-    name = next(name for name in files if name != "list.csv")
+    files = valid(KINDS[kind])
+    name = next(name for name in files if name != "list.csv" and not name.startswith("src"))
     content = files[name]
     assert isinstance(content, bytes)
     changed = [restructured(name, content, random.Random(number)) for number in range(20)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -21,64 +20,20 @@ from fedmq.data.readers import arrays
 from fedmq.errors import InputError
 from fedmq.storage import quarantine
 from tests import data_set_folders
-from tests.array_files import parts, saved
+from tests.array_files import PIXELS, parts, saved
+from tests.data_set_folders import FORMS, PUBLISHED
 from tests.printed_code import ROOT, file_under
 
 pytestmark = pytest.mark.slow
 
 
-def _csv(folder: Path) -> Path:
-    data_set_folders.photos(folder)
-    return data_set_folders.write(folder / "list.csv", "image,captions,labels\n1.png,a|b,x\n2.png,c,y\n,d,x\n")
-
-
-def _texts(folder: Path) -> Path:
-    for number in data_set_folders.photos(folder):
-        data_set_folders.write(folder / f"{number}.txt", f"photo {number}\n")
-    return folder
-
-
-def _parquet(folder: Path) -> Path:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(data_set_folders.table(folder), folder / "set.parquet")
-    return folder / "set.parquet"
-
-
-def _tar(folder: Path, captions: bytes = b'{"caption": "a photo"}') -> Path:
-    with tarfile.open(folder / "set.tar", "w") as archive:
-        for number, path in data_set_folders.photos(folder).items():
-            data_set_folders.add(archive, f"{number}.png", path.read_bytes())
-            data_set_folders.add(archive, f"{number}.json", captions)
-    return folder / "set.tar"
-
-
-def _pixels(folder: Path) -> Path:
-    generator = np.random.default_rng(0)
-    stored = {
-        "IAll": generator.integers(0, 256, (6, 8, 8, 3), np.uint8),
-        "TAll": np.eye(6, 5),
-        "LAll": np.eye(6, 32),
-    }
-    return saved(folder / "set.mat", stored)
-
-
-#: A data set of each reader.
-SETS: Mapping[str, Callable[[Path], Path]] = {
-    "flickr8k": data_set_folders.flickr8k_release,
-    "flickr30k": lambda folder: data_set_folders.flickr(folder, "flickr30k"),
-    "coco": data_set_folders.coco,
-    "iapr": data_set_folders.iapr,
-    "msrvtt": data_set_folders.msrvtt,
-    "mirflickr": data_set_folders.mirflickr,
-    "nuswide": data_set_folders.nuswide,
-    "wikipedia": data_set_folders.wikipedia,
-    "pascal": data_set_folders.pascal,
-    "ssense": _pixels,
-    "folder": _texts,
-    "parquet": _parquet,
-    "webdataset": _tar,
-    "manifest": _csv,
-}
+def _set(name: str, folder: Path) -> Data:
+    """A published data set, one form of a user's own, or pixels."""
+    if name == "pixels":
+        stored = {"IAll": PIXELS, "TAll": np.eye(6, 5), "LAll": np.eye(6, 32)}
+        return Data(name="ssense", path=saved(folder / "set.mat", stored))
+    reader, path = (name, PUBLISHED[name](folder)) if name in PUBLISHED else FORMS[name](folder)
+    return Data(name=reader, path=path, missing="keep")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -90,11 +45,12 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", [*PUBLISHED, *FORMS, "pixels"])
 def test_a_data_set_is_read_elsewhere_and_arrives_as_it_was(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, entry = Data(name=name, path=SETS[name](tmp_path), missing="keep"), catalogue.find(name)
+    data = _set(name, tmp_path)
+    entry = catalogue.find(data.name)
     wanted = entry.read_here(data)
     monkeypatch.setattr(catalogue.DataSet, "read_here", None)  # in this process
     found = entry.read(data)
@@ -125,21 +81,12 @@ def refused(data: Data, place: str, found: str) -> None:
     assert error.place.endswith(place) and found in str(error) and "\n" not in str(error), str(error)
 
 
-def _sparse(path: Path) -> Path:
-    """A file of one endless line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.truncate(1 << 28)
-    return path
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("manifest", "list.csv"),
-        ("manifest", "list.tsv"),
-        ("manifest", "list.jsonl"),
-        ("folder", "1.txt"),
+        ("csv", "list.csv"),
+        ("jsonl", "list.jsonl"),
+        ("texts", "1.txt"),
         ("flickr30k", "dataset_flickr30k.json"),
         ("coco", "annotations/instances_train2014.json"),
         ("msrvtt", "MSRVTT_data.json"),
@@ -150,11 +97,12 @@ def _sparse(path: Path) -> Path:
 def test_an_endless_line_takes_no_more_memory_than_allowed(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = SETS[name](tmp_path)
-    _sparse(tmp_path / file)
+    data = _set(name, tmp_path)
+    with (tmp_path / file).open("ab") as endless:
+        endless.truncate(1 << 28)
     monkeypatch.setattr(quarantine, "MEMORY", 1 << 26)
     monkeypatch.setattr(quarantine, "MEMORY_PER_BYTE", 0)
-    refused(Data(name=name, path=tmp_path / file if name == "manifest" else folder), file, "more than 67,108,864 bytes")
+    refused(data, file, "more than 67,108,864 bytes")
 
 
 DEEP = "[" * 1_000_000
@@ -163,19 +111,21 @@ DEEP = "[" * 1_000_000
 @pytest.mark.parametrize(
     ("name", "file", "content"),
     [
-        ("manifest", "list.jsonl", f'{{"image": "1.png", "captions": {DEEP}\n'),
+        ("jsonl", "list.jsonl", f'{{"image": "1.png", "captions": {DEEP}\n'),
         ("flickr30k", "dataset_flickr30k.json", f'{{"images": {DEEP}'),
         ("coco", "annotations/instances_train2014.json", DEEP),
     ],
 )
 def test_json_that_nests_too_deeply_is_one_line(name: str, file: str, content: str, tmp_path: Path) -> None:
-    folder = SETS[name](tmp_path)
+    data = _set(name, tmp_path)
     data_set_folders.write(tmp_path / file, content)
-    refused(Data(name=name, path=tmp_path / file if name == "manifest" else folder), file, "recursion")
+    refused(data, file, "recursion")
 
 
 def test_deep_json_in_an_archive_is_one_line(tmp_path: Path) -> None:
-    refused(Data(name="webdataset", path=_tar(tmp_path, DEEP.encode())), "set.tar: 1.json", "recursion")
+    with tarfile.open(tmp_path / "set.tar", "w") as archive:
+        data_set_folders.add(archive, "1.json", DEEP.encode())
+    refused(Data(name="webdataset", path=tmp_path / "set.tar"), "set.tar: 1.json", "recursion")
 
 
 # --- the user's own readers -----------------------------------------------------------------------------------------

@@ -18,55 +18,8 @@ from fedmq.data.raw_set import RawSet
 from fedmq.data.readers.texts import captions_in_cell, labels_in_cell, texts_of
 from fedmq.errors import InputError
 from tests import data_set_folders
-from tests.data_set_folders import CAPTIONS, add, photo, photos, table, write
+from tests.data_set_folders import CAPTIONS, FORMS, add, photo, table, with_texts, write
 from tests.read_data_sets import ROWS, labels_of, read, words
-
-
-def with_texts(folder: Path) -> tuple[str, Path]:
-    for number, path in photos(folder).items():
-        path.with_suffix(".txt").write_text("\n".join(CAPTIONS[number]) + "\n\n")
-    (folder / "README.txt").write_text("no picture of this name")
-    return "folder", folder
-
-
-def imagefolder(folder: Path) -> tuple[str, Path]:
-    photos(folder)
-    lines = [{"file_name": f"{number}.png", "captions": list(CAPTIONS[number]), "width": 16} for number in CAPTIONS]
-    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return "folder", folder
-
-
-def parquet(folder: Path) -> tuple[str, Path]:
-    found = table(folder)
-    pytest.importorskip("pyarrow.parquet").write_table(found, folder / "photos.parquet", row_group_size=2)
-    return "parquet", folder / "photos.parquet"
-
-
-def arrow_stream(folder: Path) -> tuple[str, Path]:
-    arrow, found = pytest.importorskip("pyarrow"), table(folder)
-    with arrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), found.schema) as writer:
-        writer.write_table(found, max_chunksize=2)
-    return "parquet", folder
-
-
-def tar(folder: Path) -> tuple[str, Path]:
-    with tarfile.open(folder / "00000.tar", "w") as archive:
-        for number, path in photos(folder / "src").items():
-            add(archive, f"set/{number}.png", path.read_bytes())
-            if number == "1":
-                add(archive, f"set/{number}.txt", "\n".join(CAPTIONS[number]).encode())
-            else:
-                add(archive, f"set/{number}.json", json.dumps({"caption": CAPTIONS[number][0], "width": 16}).encode())
-    return "webdataset", folder
-
-
-FORMS: Mapping[str, Callable[[Path], tuple[str, Path]]] = {
-    "texts": with_texts,
-    "imagefolder": imagefolder,
-    "parquet": parquet,
-    "arrow": arrow_stream,
-    "tar": tar,
-}
 
 
 @pytest.mark.parametrize("form", FORMS)

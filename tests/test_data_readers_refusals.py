@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.io
-from safetensors.numpy import save_file
 
 from fedmq.config.scenario import Data
 from fedmq.data.prepare import prepare
@@ -28,8 +26,18 @@ from fedmq.errors import InputError
 from fedmq.packages import MissingPackageError
 from fedmq.storage import quarantine
 from tests import data_set_folders
-from tests.array_files import FEATURES, PIXELS, feature_arrays, matlab_hdf5, parts, rows, saved, sparse_hdf5
-from tests.data_set_folders import add, table
+from tests.array_files import (
+    ARRAY_FILES,
+    FEATURES,
+    PIXELS,
+    feature_arrays,
+    matlab_hdf5,
+    parts,
+    rows,
+    saved,
+    sparse_hdf5,
+)
+from tests.data_set_folders import FORMS, add, table
 from tests.read_data_sets import read
 
 h5py = pytest.importorskip("h5py")
@@ -383,49 +391,14 @@ def test_a_published_set_names_the_file_and_the_entry(
 # --- damage, bombs and what is no file ------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path) -> None:
-    save_file({"image": rows(9), "text": rows(9), "split": np.array([0] * 6 + [2] * 3)}, path)
-
-
-def _in_chunks(path: Path) -> None:
-    with h5py.File(path, "w") as file:
-        for key, value in parts().items():
-            file.create_dataset(key, data=value, compression="gzip", fletcher32=True)
-
-
-def _stream(path: Path) -> None:
-    made, arrow = table(path.parent), pytest.importorskip("pyarrow")
-    with arrow.ipc.new_stream(str(path), made.schema) as writer:
-        writer.write_table(made, max_chunksize=2)
-
-
-def _tar(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        add(archive, "0.png", bytes(9000))
-        add(archive, "0.txt", b"a dog")
-
-
-#: Name of a file, what writes it, and the data set that it is.
-WHOLE: Mapping[str, tuple[Callable[[Path], object], str]] = {
-    "a.npz": (lambda path: np.savez(path, **feature_arrays()), "features"),
-    "a.safetensors": (_safetensors, "features"),
-    "4.mat": (lambda path: scipy.io.savemat(path, parts(), format="4"), "pascal"),
-    "5.mat": (lambda path: scipy.io.savemat(path, parts()), "pascal"),
-    "compressed.mat": (lambda path: scipy.io.savemat(path, parts(), do_compression=True), "pascal"),
-    "73.mat": (lambda path: matlab_hdf5(path, **parts()), "pascal"),
-    "a.h5": (_in_chunks, "pascal"),
-    "a.parquet": (lambda path: parquet.write_table(table(path.parent), path), "parquet"),
-    "a.arrow": (_stream, "parquet"),
-    "a.tar": (_tar, "webdataset"),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [*ARRAY_FILES, "parquet", "arrow", "tar"])
 def test_a_file_that_was_cut_off_or_is_something_else_is_named(name: str, tmp_path: Path) -> None:
-    write, set_name = WHOLE[name]
-    path = tmp_path / name
-    write(path)
-    whole, data = path.read_bytes(), Data(name=set_name, path=path)
+    if name in FORMS:
+        set_name, path = FORMS[name](tmp_path)
+    else:
+        write, set_name = ARRAY_FILES[name]
+        write(path := tmp_path / name)
+    whole, data = path.read_bytes().rstrip(b"\0"), Data(name=set_name, path=path)
     for content in (b"", b"nonsense" * 100, b"\x89HDF\r\n\x1a\n" + bytes(600), b"PK\x03\x04" + bytes(60),
                     b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00]\x94.", b"\x93NUMPY", b"\x1f\x8b" + whole,
                     whole[: len(whole) // 3], whole[: 2 * len(whole) // 3], whole[:-700]):  # fmt: skip
@@ -523,21 +496,9 @@ def test_links_out_of_a_folder_are_refused_and_those_within_it_followed(tmp_path
     refused("tables/up", lambda: read("parquet", tmp_path / "tables"))
 
 
-def _video(path: Path) -> None:
-    av = pytest.importorskip("av")
-    generator = np.random.default_rng(0)
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 64
-        for _ in range(30):
-            noise = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(noise, format="rgb24")))
-        container.mux(stream.encode())
-
-
 def test_a_video_that_was_cut_off_or_is_none_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "cut.mp4"
-    _video(path)
+    noise = np.random.default_rng(0).integers(0, 256, (30, 64, 64, 3), dtype=np.uint8)
+    path = data_set_folders.video(tmp_path / "cut.mp4", noise)
     assert len(images.video_frames(path, 12)) == 12
     for content in (path.read_bytes()[: path.stat().st_size // 3], b"no video"):
         path.write_bytes(content)

@@ -117,7 +117,7 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
     """The text encoder of a backbone; for timm and MatConvNet image encoders, lite's sentence encoder.
 
-    ``backbone.text_encoder`` overrides the backbone's text encoder; arguments as of :func:`image_encoder`.
+    ``backbone.text_encoder`` overrides the backbone's text encoder.
 
     Raises:
         InputError: the model, tag or file is unknown, or a package is missing.

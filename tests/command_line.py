@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +36,23 @@ def completed(*words: object) -> subprocess.CompletedProcess[str]:
     ):
         code = fedmq(patch, *words)
     return subprocess.CompletedProcess(list(map(str, words)), code, out.getvalue(), err.getvalue())
+
+
+def printed(*words: object, code: int = 0) -> str:
+    """What a command prints that ends with an exit code."""
+    done = completed(*words)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def audited(run: Path, *options: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and facts of the audit of a run."""
+    done = completed("audit", run, "--json", *options)
+    return done.returncode, json.loads(done.stdout)
+
+
+def refused(*words: object) -> str:
+    """The message of a command that is refused with exit code 2 and has no output."""
+    done = completed(*words)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    return done.stderr

@@ -20,7 +20,7 @@ from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import gallery as galleries
 from fedmq.retrieval import search as search_module
 from fedmq.retrieval.released_model import open_model, open_release
-from tests import command_line
+from tests.command_line import printed, refused
 from tests.threaded_run import resolved, run
 
 RNG = np.random.default_rng(3)
@@ -192,29 +192,19 @@ def test_the_written_forward_pass_gives_the_embedding(alone: Path, photos: Path)
     assert np.abs(fedmq.load(alone).embed_images([photos / "05.png"]) - expected).max() < 1e-6
 
 
-def search(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    return command_line.fedmq(monkeypatch, "search", *arguments)
-
-
 @pytest.mark.slow
-def test_the_command_searches_a_folder_of_photos_with_a_model_alone(
-    alone: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_searches_a_folder_of_photos_with_a_model_alone(alone: Path, photos: Path) -> None:
     gallery = ("--gallery", photos, "--top", 3, "--json")
-    assert search(monkeypatch, alone, "--image", photos / "07.png", *gallery) == 0
-    by_image = json.loads(capfd.readouterr().out)
+    by_image = json.loads(printed("search", alone, "--image", photos / "07.png", *gallery))
     assert by_image["results"][0]["item"] == "07.png"
     assert by_image["results"][0]["score"] == pytest.approx(1, abs=1e-6)
-    assert search(monkeypatch, alone, "a green wall", *gallery) == 0
-    by_text = json.loads(capfd.readouterr().out)
+    by_text = json.loads(printed("search", alone, "a green wall", *gallery))
     assert by_text["gallery"] == by_image["gallery"]  # kept in the model's folder, and encoded once
     expected = fedmq.load(alone).search("a green wall", photos, top=3)
     assert [hit["item"] for hit in by_text["results"]] == [found.item.name for found in expected]
 
 
-def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(alone: Path) -> None:
     for arguments, words in (
         (("a wall",), "--gallery: found 'nothing', allowed: a folder of images"),
         (("a wall", "--gallery", "nowhere"), "nowhere, which is not a folder"),
@@ -222,8 +212,7 @@ def test_a_search_that_a_model_alone_cannot_do_is_refused_in_one_line(
         (("--image", "nowhere.png", "--gallery", "."), "nowhere.png: found 'no such file'"),
         (("--gallery", "."), "search: found 'no query'"),
     ):
-        assert search(monkeypatch, alone, *arguments) == 2
-        error = capfd.readouterr().err
+        error = refused("search", alone, *arguments)
         assert words in error and len(error.splitlines()) == 1
 
 
@@ -242,15 +231,12 @@ def test_a_model_in_a_folder_that_cannot_be_written_keeps_its_gallery_in_the_cac
     assert not (model / "gallery").exists()
 
 
-def test_a_model_without_encoders_says_so(
-    alone: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_encoders_says_so(alone: Path, photos: Path, tmp_path: Path) -> None:
     shutil.copytree(alone, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     for texts, words in (("vectors", "precomputed features"), ("bag", "bags of words")):
         path.write_text(json.dumps({**json.loads(path.read_text()), "texts": texts}))
-        assert search(monkeypatch, tmp_path / "model", "a red wall", "--gallery", photos) == 2
-        assert words in capfd.readouterr().err
+        assert words in refused("search", tmp_path / "model", "a red wall", "--gallery", photos)
 
 
 def test_the_card_describes_the_model(alone: Path) -> None:

@@ -9,18 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.sessions import Roster
 from fedmq.audit.dp_accounting import account
 from fedmq.audit.log_checks import Audit, audit_run
-from fedmq.cli.main import app
 from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Model
 from silos.program import AgreedSchedule
 from tests.adversary_forged_logs import message_record
+from tests.command_line import printed
 from tests.threaded_run import resolved, run
 
 NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
@@ -119,12 +118,10 @@ def test_the_audit_of_a_real_run_reports_its_privacy_guarantee(tiny: Path, tmp_p
     scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
     run(scenario, tmp_path)
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
-    arguments = ["audit", str(tmp_path), "--delta", "1e-5"]
-    printed = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert printed.exit_code == 0, printed.output
-    assert "there is no guarantee against anyone who knows the seed" in printed.output
-    assert "It covers neither their numbers of samples nor the other payloads." in printed.output
-    accounts = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["accounts"]
+    shown = " ".join(printed("audit", tmp_path, "--delta", "1e-5").split())
+    assert "there is no guarantee against anyone who knows the seed" in shown
+    assert "It covers neither their numbers of samples nor the other payloads." in shown
+    accounts = json.loads(printed("audit", tmp_path, "--delta", "1e-5", "--json"))["accounts"]
     assert set(accounts["silos"]) == set(scenario.silo_names)
     for spent in accounts["silos"].values():
         assert delta_of(spent["epsilon"], 2.0, 3) == pytest.approx(1e-5, rel=1e-3)

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.participation import read_trace
 from fedmq.audit.log_checks import audit_run
-from fedmq.cli import main as cli
 from fedmq.data.raw_set import read_text
 from fedmq.data.readers.formats import list_arrays
 from fedmq.encoders.images import decode
@@ -22,6 +20,7 @@ from fedmq.errors import InputError
 from fedmq.retrieval import plots
 from fedmq.storage.regular_files import MAX_LINE
 from fedmq.storage.run_folder import cut_unfinished, load_aligned, open_run
+from tests.command_line import printed
 
 FILES = ["scenario.yaml", "summary.json", "metrics.jsonl", "messages/silo-00.jsonl", "model/config.json",
          "model/model.safetensors"]  # fmt: skip
@@ -116,8 +115,7 @@ def test_a_file_of_far_more_tensors_than_a_model_has_is_refused_before_it_is_rea
 def test_a_report_replaces_a_link_and_does_not_write_through_it(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep this")
     (run / "audit.html").symlink_to(tmp_path / "mine")
-    done = CliRunner().invoke(cli.app, ["audit", str(run)])
-    assert done.exit_code == 0
+    printed("audit", run)
     assert (tmp_path / "mine").read_text() == "keep this"
     assert not (run / "audit.html").is_symlink() and "Audit of tiny" in (run / "audit.html").read_text()
 

@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fedmq.audit import policy
 from fedmq.audit.findings import Cause
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import Evidence, verdict
 from fedmq.cli.audit import print_audit
-from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import write_whole
@@ -35,6 +33,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Loss, Metrics
 from tests.adversary_forged_logs import forge, lines, rebuild, reseal, rewrite
+from tests.command_line import printed, refused
 from tests.two_logs import KEYS, exchange, held, log_of, message, two_logs, written
 from tests.waiting import PATIENCE
 
@@ -285,8 +284,7 @@ def test_the_audit_of_a_run_without_messages_is_refused(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "messages" / C, "coordinator", WallClock()) as log:
         log.note(LogEvent.INLINE)
     assert audit_run(tmp_path).inline
-    done = CliRunner().invoke(app, ["audit", str(tmp_path)])
-    assert isinstance(done.exception, InputError)
+    assert "sent no messages" in refused("audit", tmp_path)
 
 
 @pytest.mark.parametrize("liar", ENDS)
@@ -404,8 +402,7 @@ def test_the_content_of_a_log_reaches_the_terminal_neither_as_escape_sequences_n
     assert "x\\x1b[2Jy[/nope]" in shown
     assert "z\\x1b]0;t\\x07" in shown
     assert not {"\x1b", "\x07"} & set(shown)
-    done = CliRunner().invoke(app, ["audit", str(run), "--policy", str(written(run, "up: {kinds: [loss]}"))])
-    assert done.exit_code == 3 and "[/nope]" in done.stdout
+    assert "[/nope]" in printed("audit", run, "--policy", written(run, "up: {kinds: [loss]}"), code=3)
 
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "message_logs.md"

@@ -22,7 +22,7 @@ from fedmq.errors import InputError
 from fedmq.retrieval import gallery, plots
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from tests import in_process_run, threaded_run
-from tests.command_line import fedmq
+from tests.command_line import completed, printed
 
 pytestmark = pytest.mark.slow
 
@@ -209,11 +209,8 @@ def run_of_rcsr_p(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_probes_and_exits_with_0(
-    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe", "--json") == 0
-    facts = json.loads(capsys.readouterr().out)["probe"]
+def test_the_command_probes_and_exits_with_0(run_of_rcsr_p: Path) -> None:
+    facts = json.loads(printed("audit", run_of_rcsr_p, "--probe", "--json"))["probe"]
     assert facts["personal"]
     assert facts["digest"] == json.loads((run_of_rcsr_p / "summary.json").read_text())["model_digest"]
     assert (facts["overall"]["members"], facts["overall"]["others"]) == (100, 30)
@@ -221,65 +218,52 @@ def test_the_command_probes_and_exits_with_0(
     for found in (facts["overall"], *facts["per_silo"].values()):
         assert 0 <= found["auc"]["value"] <= 1
         assert 0 <= found["tpr"] <= 1
-    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe") == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "0.5 is guessing" in printed
-    assert "the personal parameters of the silos are not tested" in printed
+    shown = " ".join(printed("audit", run_of_rcsr_p, "--probe").split())
+    assert "0.5 is guessing" in shown
+    assert "the personal parameters of the silos are not tested" in shown
 
 
-def test_a_probe_of_broken_logs_exits_with_3(
-    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--json") == 0
-    assert not {"probe", "policy"} & set(json.loads(capsys.readouterr().out))
+def test_a_probe_of_broken_logs_exits_with_3(run_of_rcsr_p: Path, tmp_path: Path) -> None:
+    assert not {"probe", "policy"} & set(json.loads(printed("audit", run_of_rcsr_p, "--json")))
     shutil.copytree(run_of_rcsr_p, tmp_path / "run")
     log = tmp_path / "run" / "messages" / "silo-00.jsonl"
     first, _, *rest = log.read_text().splitlines(keepends=True)
     log.write_text("".join([first, *rest]))
-    assert fedmq(monkeypatch, "audit", tmp_path / "run", "--probe", "--json") == 3
+    printed("audit", tmp_path / "run", "--probe", "--json", code=3)
 
 
-def test_an_impossible_probe_does_not_hide_the_findings_of_the_audit(
-    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_probe_does_not_hide_the_findings_of_the_audit(run_of_rcsr_p: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(run_of_rcsr_p, root)
     shutil.rmtree(root / "model")
-    assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
-    told = capsys.readouterr()
-    facts = json.loads(told.out)
+    told = completed("audit", root, "--probe", "--json")
+    facts = json.loads(told.stdout)
+    assert told.returncode == 3
     places = {str(root / "model" / name) for name in ("README.md", "config.json", "model.safetensors")}
     assert {finding["place"] for finding in facts["findings"]} == places
-    assert "no released model in it" in facts["error"] and "no released model in it" in told.err
-    assert fedmq(monkeypatch, "audit", root, "--delta", "1e-5") == 3
-    assert "3 differences" in capsys.readouterr().out
+    assert "no released model in it" in facts["error"] and "no released model in it" in told.stderr
+    assert "3 differences" in printed("audit", root, "--delta", "1e-5", code=3)
 
 
-def test_a_swapped_model_is_a_finding_and_is_not_probed(
-    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_swapped_model_is_a_finding_and_is_not_probed(run_of_rcsr_p: Path, tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(run_of_rcsr_p, root)
     path, config = root / "model" / "model.safetensors", root / "model" / "config.json"
     save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
     own = json.loads((root / "summary.json").read_text())["model_digest"]
     for place in (path, config):
-        assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
-        facts = json.loads(capsys.readouterr().out)
+        facts = json.loads(printed("audit", root, "--probe", "--json", code=3))
         places = [finding["place"] for finding in facts["findings"]]
         assert places[0] == str(place)
         assert facts["findings"][0]["what"].endswith(f"instead of the run's own, with digest {own}")
         assert len(set(places)) == len(places)  # a finding of both the audit and the probe is reported once
         assert (facts["ok"], "probe" in facts) == (False, False)
         config.write_text(json.dumps({**json.loads(config.read_text()), "model_digest": "cd" * 32}))
-    assert fedmq(monkeypatch, "audit", root) == 3  # found without the probe too
+    printed("audit", root, code=3)  # found without the probe too
 
 
-def test_a_real_run_of_rcsr_p_complies_with_the_policy_of_the_docs(
-    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_run_of_rcsr_p_complies_with_the_policy_of_the_docs(run_of_rcsr_p: Path) -> None:
     shipped = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"
-    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--policy", shipped, "--json") == 0
-    facts = json.loads(capsys.readouterr().out)["policy"]
+    facts = json.loads(printed("audit", run_of_rcsr_p, "--policy", shipped, "--json"))["policy"]
     assert (facts["ok"], facts["broken"], facts["not_held"]) == (True, [], 0)
     assert facts["checked"] > 30

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from pathlib import Path
@@ -12,11 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fedmq.audit import policy
 from fedmq.audit.log_checks import Audit
-from fedmq.cli.main import app
 from fedmq.clock import WallClock
 from fedmq.config.scenario import Backbone
 from fedmq.encoders.base import InputSpec
@@ -25,6 +22,7 @@ from fedmq.models.build import build
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.payloads import PAYLOADS
 from tests.adversary_forged_logs import lines, message_record, reseal, rewrite
+from tests.command_line import audited, printed, refused
 from tests.two_logs import held, log_of, message, two_logs, written
 
 GUIDE = Path(__file__).parent.parent / "docs" / "howto" / "audit.md"
@@ -207,12 +205,7 @@ def test_any_policy_stricter_than_the_tightest_compliant_one_is_broken(
 
 
 def test_the_command_exits_with_5_for_a_broken_policy_and_with_2_for_an_invalid_one(run: Path) -> None:
-    def audited(text: str, *more: str) -> tuple[int, dict[str, object]]:
-        path = written(run, text)
-        done = CliRunner().invoke(app, ["audit", str(run), "--policy", str(path), "--json", *more])
-        return done.exit_code, json.loads(done.stdout)
-
-    code, facts = audited("up: {kinds: [delta]}")
+    code, facts = audited(run, "--policy", written(run, "up: {kinds: [delta]}"))
     assert (code, facts["ok"], facts["findings"]) == (0, True, [])
     assert facts["policy"] == {
         "ok": True,
@@ -222,7 +215,7 @@ def test_the_command_exits_with_5_for_a_broken_policy_and_with_2_for_an_invalid_
         "broken": [],
         "unknown_silos": [],
     }
-    code, facts = audited("up: {kinds: [loss]}")
+    code, facts = audited(run, "--policy", written(run, "up: {kinds: [loss]}"))
     assert (code, facts["ok"], len(facts["findings"])) == (5, False, 3)
     assert facts["policy"]["broken"][0] == {
         "place": "silo-00.jsonl:3",
@@ -234,10 +227,8 @@ def test_the_command_exits_with_5_for_a_broken_policy_and_with_2_for_an_invalid_
         "rule": "up.kinds allows loss",
         "what": "silo-00 up, reply with delta, 20 bytes: up.kinds allows loss",
     }
-    table = CliRunner().invoke(app, ["audit", str(run), "--policy", str(run / "policy.yaml")])
-    assert table.exit_code == 5
-    refused = CliRunner().invoke(app, ["audit", str(run), "--policy", str(written(run, "up: {kinds: [x]}"))])
-    assert isinstance(refused.exception, InputError)  # main() makes this exit code 2
+    printed("audit", run, "--policy", run / "policy.yaml", code=5)
+    assert "up.kinds" in refused("audit", run, "--policy", written(run, "up: {kinds: [x]}"))
 
 
 def test_the_sizes_of_the_shipped_policy_are_those_of_the_lite_backbone() -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.rounds import Phase
-from fedmq.cli import main as cli
 from fedmq.clock import WallClock
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
@@ -21,6 +19,7 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Reason
 from tests import threaded_run
 from tests.adversary_forged_logs import lines, reseal, rewrite
+from tests.command_line import audited
 from tests.threaded_run import resolved
 
 pytestmark = pytest.mark.slow
@@ -60,11 +59,6 @@ def honest(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(honest: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(honest, tmp_path / "run"))
-
-
-def audited(run: Path, *options: str) -> tuple[int, Record]:
-    done = CliRunner().invoke(cli.app, ["audit", str(run), "--json", *options])
-    return done.exit_code, json.loads(done.stdout)
 
 
 def test_a_refused_start_is_reported_and_is_no_difference(run: Path) -> None:

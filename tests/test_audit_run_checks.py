@@ -26,7 +26,7 @@ from fedmq.evaluation.recall import fairness_of, means
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
 from tests.adversary_forged_logs import edit, edit_metrics, forge, lines, refused_record, rewrite
-from tests.command_line import fedmq
+from tests.command_line import printed
 from tests.threaded_run import resolved
 from tests.waiting import PATIENCE
 
@@ -189,16 +189,14 @@ def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evalua
 
 
 @pytest.mark.slow
-def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_release_of_a_run_without_messages_is_checked_against_its_note(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     in_process_run.run(resolved(tiny, *HASHING), out)
     assert found(out) == []
     negate_arrays(out / MEMORY)
     assert places(out) == {MEMORY}
-    assert fedmq(monkeypatch, "audit", str(out)) == 3
-    assert "a memory with digest" in " ".join(capsys.readouterr().out.split())
+    told = printed("audit", out, code=3)
+    assert "a memory with digest" in " ".join(told.split())
 
 
 # ------------------------------------------------------------------------------------------------------- the figures

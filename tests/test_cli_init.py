@@ -19,7 +19,7 @@ from fedmq.data import catalogue, starter
 from fedmq.data.extract import complete
 from fedmq.errors import InputError
 from tests import data_set_folders
-from tests.command_line import fedmq
+from tests.command_line import printed, refused
 from tests.test_data_readers_collections import FORMS
 
 COLOURS = ("red", "green", "blue")
@@ -123,9 +123,7 @@ def test_lists_and_features_are_recognised(tmp_path: Path, features: Path) -> No
         starter.count(tmp_path)
 
 
-def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     given = {"--data": photos(tmp_path / "photos", 12), "--silos": 2, "--missing": 0.0, "--method": "fedavg"}
     file = tmp_path / "mine.yaml"
     for option, value, words in (
@@ -136,22 +134,18 @@ def test_a_scenario_that_cannot_run_is_refused_and_nothing_is_written(
         ("--method", "fedproto", "a method that needs no labels"),
     ):
         options = (part for pair in {**given, option: value}.items() for part in pair)
-        assert fedmq(monkeypatch, "init", file, *options, "--quiet") == 2
-        error = capfd.readouterr().err
+        error = refused("init", file, *options, "--quiet")
         assert re.search(words, error) and len(error.splitlines()) == 1
         assert not file.exists()
 
 
-def test_a_file_is_replaced_only_on_demand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], features: Path
-) -> None:
+def test_a_file_is_replaced_only_on_demand(tmp_path: Path, features: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("mine")
     options = ("--data", features, "--silos", 2, "--missing", 0, "--method", "fedavg", "--quiet")
-    assert fedmq(monkeypatch, "init", file, *options) == 2
-    assert "a file that exists" in capfd.readouterr().err
+    assert "a file that exists" in refused("init", file, *options)
     assert file.read_text() == "mine"
-    assert fedmq(monkeypatch, "init", file, *options, "--force") == 0
+    printed("init", file, *options, "--force")
     assert np.isclose(load(file).training.learning_rate, 1e-3)
 
 
@@ -175,11 +169,8 @@ def test_a_site_file_has_the_data_of_a_site_also_without_captions(captions: bool
     assert present is not None and present.sum(axis=0).tolist() == [5, 4 if captions else 0]
 
 
-def test_options_of_the_other_kind_of_file_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_the_other_kind_of_file_are_refused(tmp_path: Path) -> None:
     site = tmp_path / "silo.yaml"
     for options in (("--site", site, "--silos", 3), ("mine.yaml", "--site", site), ("mine.yaml", "--name", "silo-00")):
-        assert fedmq(monkeypatch, "init", *options) == 2
-        assert "--site" in capfd.readouterr().err
+        assert "--site" in refused("init", *options)
     assert not site.exists()

@@ -27,7 +27,7 @@ from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
 from fedmq.runs.report import html
 from fedmq.storage.run_folder import RunFolder
-from tests.command_line import fedmq
+from tests.command_line import completed, fedmq, printed, refused
 from tests.run_summaries import summary
 from tests.waiting import PATIENCE
 
@@ -47,17 +47,14 @@ REFUSED_SETTINGS = (
 
 
 @pytest.mark.slow
-def test_bad_input_prints_one_line_and_writes_nothing(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_prints_one_line_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
     unequal, out = tmp_path / "unequal.npz", tmp_path / "run"
     rows = np.random.default_rng(0).normal(size=(50, 10)).astype(np.float32)
     np.savez(unequal, image=rows[:, :6], text=rows[:, 6:])
     for settings, expected in REFUSED_SETTINGS:
         options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
-        code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
-        error = capfd.readouterr().err.strip()
-        assert (code, len(error.splitlines())) == (2, 1), error
+        error = refused("scenario", tiny, "--out", out, "--quiet", *options)
+        assert len(error.splitlines()) == 1, error
         assert expected in error and "allowed" in error
         assert not out.exists()
 
@@ -82,19 +79,16 @@ REFUSED = (
 )
 
 
-def test_a_refused_command_line_prints_one_line(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_command_line_prints_one_line(tiny: Path, tmp_path: Path) -> None:
     for words, expected in REFUSED:
-        code = fedmq(monkeypatch, *({"TINY": tiny, "FOLDER": tmp_path}.get(word, word) for word in words))
-        error = capfd.readouterr().err.strip()
-        assert (code, len(error.splitlines())) == (2, 1), (words, error)
+        error = refused(*({"TINY": tiny, "FOLDER": tmp_path}.get(word, word) for word in words))
+        assert len(error.splitlines()) == 1, (words, error)
         assert error.startswith("fedmq: ") and expected in error, words
 
 
-def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "kept.txt").write_text("mine")
-    assert fedmq(monkeypatch, "scenario", tiny, "--out", tmp_path) == 2
+    refused("scenario", tiny, "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
@@ -112,91 +106,66 @@ def test_a_folder_taken_by_another_run_in_the_meantime_keeps_its_scenario(tiny: 
     assert folder.scenario.read_text() == before
 
 
-def test_only_an_unfinished_run_of_the_same_scenario_is_resumed(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_an_unfinished_run_of_the_same_scenario_is_resumed(tiny: Path, tmp_path: Path) -> None:
     coordinator = ("coordinator", tiny, "--keys", tmp_path)
     other = tmp_path / "other"
-    assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
-    assert fedmq(monkeypatch, *coordinator, "--resume", other, "--out", other) == 2
-    assert "no --out with --resume RUN" in capfd.readouterr().err
+    refused(*coordinator, "--resume", other)
+    assert "no --out with --resume RUN" in refused(*coordinator, "--resume", other, "--out", other)
     other.mkdir()
     written = tiny.read_text().replace("rounds: 4", "rounds: 5")
     (other / "scenario.yaml").write_text(written)
     for begin in ((*coordinator, "--out"), (*coordinator, "--resume"), ("scenario", tiny, "--resume")):
-        capfd.readouterr()
-        assert fedmq(monkeypatch, *begin, other) == 2
-        error = capfd.readouterr().err
+        error = refused(*begin, other)
         assert "rounds is 5, here 4" in error and str(other / "scenario.yaml") in error
     assert (other / "scenario.yaml").read_text() == written
     assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
     (other / "scenario.yaml").write_text(tiny.read_text())
     (other / "summary.json").write_text(json.dumps(summary().plain()))
-    assert fedmq(monkeypatch, *coordinator, "--resume", other) == 2
-    assert "a finished run" in capfd.readouterr().err
+    assert "a finished run" in refused(*coordinator, "--resume", other)
 
 
-def test_a_coordinator_does_not_start_in_a_folder_with_checkpoints(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_coordinator_does_not_start_in_a_folder_with_checkpoints(tiny: Path, tmp_path: Path) -> None:
     begin = ("coordinator", tiny, "--keys", tmp_path / "keys", "--out", tmp_path / "run")
     # Personal state of silos may be there already; then only the coordinator's key is missing.
     (tmp_path / "run" / "checkpoints" / "silos").mkdir(parents=True)
-    assert fedmq(monkeypatch, *begin) == 2
-    assert "coordinator.key" in capfd.readouterr().err
+    assert "coordinator.key" in refused(*begin)
     (tmp_path / "run" / "checkpoints" / "version-000002").mkdir()
-    assert fedmq(monkeypatch, *begin) == 2
-    error = capfd.readouterr().err
+    error = refused(*begin)
     assert "a folder with checkpoints of a run" in error
     assert "--resume" in error
 
 
-def test_wrong_keys_are_named(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_keys_are_named(tiny: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
-    assert "silo-00.key" in capfd.readouterr().err
-    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
-    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 2
+    assert "silo-00.key" in refused("silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o")
+    printed("keys", "init", keys, "--silos", "4")
+    refused("keys", "init", keys, "--silos", "4")
     (keys / "silo-00.key").chmod(0o644)
-    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
-    assert "0600" in capfd.readouterr().err
-    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-09", "--keys", keys, "--out", tmp_path / "o") == 2
-    assert fedmq(monkeypatch, "keys", "remove", "silo-03", "--keys", keys) == 0
-    assert (
-        fedmq(monkeypatch, "coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", "--bind", "ipc:///tmp/x") == 2
-    )
-    assert "silo-03" in capfd.readouterr().err
+    assert "0600" in refused("silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o")
+    refused("silo", tiny, "--name", "silo-09", "--keys", keys, "--out", tmp_path / "o")
+    printed("keys", "remove", "silo-03", "--keys", keys)
+    bind = ("--bind", "ipc:///tmp/x")
+    assert "silo-03" in refused("coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", *bind)
     assert not (tmp_path / "o").exists()
 
 
-def test_methods_losses_and_their_options_are_listed_and_explained(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "protocols", "--json") == 0
-    listing = json.loads(capfd.readouterr().out)
+def test_methods_losses_and_their_options_are_listed_and_explained() -> None:
+    listing = json.loads(printed("protocols", "--json"))
     assert {"fedavg", "paired_only", "rcsr"} <= set(listing)
     assert listing["rcsr"]["options"]["warmup"]["default"] == 20
-    assert fedmq(monkeypatch, "protocols") == 0
-    assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
-    assert fedmq(monkeypatch, "protocols", "fedprox", "--json") == 0
-    (explained,) = json.loads(capfd.readouterr().out).values()
+    assert "lambda_anc: 1.0" in printed("protocols").replace("\n", " ")
+    (explained,) = json.loads(printed("protocols", "fedprox", "--json")).values()
     assert explained["options"]["single_modality"]["values"] == "anchor, idle", "inherited from FedAvg"
     for words, text in ((("losses", "dcmh"), "weight of the balance"), (("losses",), "csq")):
-        assert fedmq(monkeypatch, *words) == 0
-        assert text in " ".join(capfd.readouterr().out.split())
+        assert text in " ".join(printed(*words).split())
 
 
-def test_data_check_shows_which_silo_would_hold_which_data(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
-    facts = json.loads(capfd.readouterr().out)
+def test_data_check_shows_which_silo_would_hold_which_data(tiny: Path) -> None:
+    facts = json.loads(printed("data", "check", tiny, "--json"))
     assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0, "database": 0}
     assert facts["silos"]["silo-02"]["modalities"] == ["image"]
     assert sum(own["samples"] for own in facts["silos"].values()) == 100
-    assert fedmq(monkeypatch, "data", "list") == 0
+    printed("data", "list")
 
 
 def test_relative_paths_of_weights_become_absolute_and_tag_names_stay(
@@ -257,69 +226,60 @@ def test_output_to_a_full_device_fails_with_one_line(arguments: list[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_run_started_without_messages_resumes_only_without_them(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_started_without_messages_resumes_only_without_them(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline") == 0
+    printed("scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline")
     (out / "summary.json").unlink()
-    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet") == 2
-    assert "found 'a run without messages', allowed: launcher inline, as at its start" in capfd.readouterr().err
-    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
+    assert "found 'a run without messages', allowed: launcher inline, as at its start" in refused(
+        "scenario", tiny, "--resume", out, "--quiet"
+    )
+    printed("scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline")
 
 
 def test_a_run_without_the_packages_of_the_report_has_its_result_and_one_warning(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
     html._plotly.cache_clear()  # an earlier test may have read it
     out = tmp_path / "run"
-    assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--set", "launcher=inline", "--set", "rounds=1") == 0
-    printed = capfd.readouterr()
-    assert "model digest" in printed.out and not (out / "report.html").exists()
-    assert (printed.out + printed.err).count("package plotly.offline missing") == 1
+    done = completed("scenario", tiny, "--out", out, "--set", "launcher=inline", "--set", "rounds=1")
+    assert "model digest" in done.stdout and not (out / "report.html").exists()
+    assert (done.stdout + done.stderr).count("package plotly.offline missing") == 1
 
 
-def test_an_invalid_address_names_its_option_and_writes_nothing(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_address_names_its_option_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
     keys, out = tmp_path / "keys", tmp_path / "out"
-    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
+    printed("keys", "init", keys, "--silos", "4")
     for command, name, option, uri in (
         ("coordinator", [], "--bind", "tcp://1.2.3.4"),
         ("silo", ["--name", "silo-00"], "--connect", "foo"),
         ("evaluator", [], "--connect", "tcp://*:5555"),
     ):
-        assert fedmq(monkeypatch, command, tiny, *name, "--keys", keys, option, uri, "--out", out) == 2
-        assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
+        assert f"fedmq: {option}: found {uri!r}, allowed: " in refused(
+            command, tiny, *name, "--keys", keys, option, uri, "--out", out
+        )
         assert not out.exists()
 
 
-def test_an_address_that_cannot_be_bound_writes_nothing(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
-    out, taken = tmp_path / "out", "tcp://192.0.2.1:5555"
-    assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
-    assert "an address that is free and belongs to this machine\n" in capfd.readouterr().err
+def test_an_address_that_cannot_be_bound_writes_nothing(tiny: Path, tmp_path: Path) -> None:
+    printed("keys", "init", tmp_path / "keys", "--silos", "4")
+    out = tmp_path / "out"
+    options = ("--keys", tmp_path / "keys", "--out", out, "--bind")
+    told = refused("coordinator", tiny, *options, "tcp://192.0.2.1:5555")
+    assert "an address that is free and belongs to this machine\n" in told
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        taken = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
-        assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
-    assert "another process listens there, e.g. another coordinator" in capfd.readouterr().err
+        told = refused("coordinator", tiny, *options, f"tcp://127.0.0.1:{busy.getsockname()[1]}")
+    assert "another process listens there, e.g. another coordinator" in told
     assert not out.exists()
 
 
-def test_fingerprints_stay_on_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fingerprints_stay_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "2") == 0
-    capfd.readouterr()
-    assert fedmq(monkeypatch, "keys", "show", tmp_path / "keys") == 0
-    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    printed("keys", "init", tmp_path / "keys", "--silos", "2")
+    lines = [line.split() for line in printed("keys", "show", tmp_path / "keys").splitlines()]
     assert [line[0] for line in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
     assert {len(line) for line in lines} == {10}, "a name, eight words and the fingerprint"
     assert all(len(line[1]) == 64 or len(line[-1]) == 64 for line in lines)
@@ -349,7 +309,7 @@ def test_a_command_at_a_terminal_reports_at_once_that_it_is_loading_unless_it_is
     ):
         screen = io.StringIO()
         monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=terminal, width=120))
-        assert fedmq(monkeypatch, *words) == 2
+        refused(*words)
         assert screen.getvalue().count("starting: reading the scenario, loading torch") == count, words
 
 
@@ -362,15 +322,14 @@ def test_help_needs_none_of_the_packages_that_take_long_to_import() -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_too_many_open_files_are_reported_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_open_files_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), None)
 
     monkeypatch.setattr(cli, "app", fail)
-    assert fedmq(monkeypatch, "scenario", "s.yaml") == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    done = completed("scenario", "s.yaml")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
     assert line.startswith("fedmq: Too many open files at a connection: raise `ulimit -n`")
 
 
@@ -395,19 +354,17 @@ def test_the_shell_completes_commands_and_completion_is_installed_on_wish(tmp_pa
 
 
 # -------------------------------------------------------------------------------------------------------------- hints
-def test_an_unusual_name_of_a_key_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unusual_name_of_a_key_is_reported(tmp_path: Path) -> None:
     for name, remarked in (("silo3", True), ("silo-03", False), ("evaluator", False)):
-        assert fedmq(monkeypatch, "keys", "new", name, "--keys", tmp_path) == 0
-        assert (f"{name} is not the name of a process" in capfd.readouterr().err) is remarked
-    assert fedmq(monkeypatch, "keys", "new", "silo-03", "--keys", tmp_path) == 2
-    assert "--replace" in capfd.readouterr().err
+        done = completed("keys", "new", name, "--keys", tmp_path)
+        assert done.returncode == 0
+        assert (f"{name} is not the name of a process" in done.stderr) is remarked
+    assert "--replace" in refused("keys", "new", "silo-03", "--keys", tmp_path)
 
 
 def test_a_key_that_is_not_confirmed_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fedmq(monkeypatch, "keys", "new", "silo-03", "--keys", tmp_path / "site") == 0
+    printed("keys", "new", "silo-03", "--keys", tmp_path / "site")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr(key_commands.typer, "confirm", lambda _: False)
-    assert fedmq(monkeypatch, "keys", "accept", tmp_path / "keys", tmp_path / "site" / "silo-03.request") == 1
+    assert completed("keys", "accept", tmp_path / "keys", tmp_path / "site" / "silo-03.request").returncode == 1
     assert not (tmp_path / "keys" / "accepted" / "silo-03.pub").exists()

@@ -38,7 +38,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import size_text
 from silos.program import run_silo
 from silos.tasks import SiloArguments
-from tests.command_line import completed, fedmq
+from tests.command_line import completed, printed, refused
 from tests.in_process_run import run
 from tests.own_data_sites import COMMON, HOSPITALS, Sites, arrays, outputs
 from tests.threaded_run import resolved
@@ -52,70 +52,56 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_status_shows_round_and_silos(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "status", finished) == 0
-    shown = capfd.readouterr().out
+def test_status_shows_round_and_silos(finished: Path) -> None:
+    shown = printed("status", finished)
     assert "done, round 4 of 4" in shown
     assert "silo-03" in shown
-    assert fedmq(monkeypatch, "status", finished, "--json") == 0
-    read: dict[str, Any] = json.loads(capfd.readouterr().out)
+    read: dict[str, Any] = json.loads(printed("status", finished, "--json"))
     assert (read["round"], sorted(read["silos"])) == (4, [f"silo-0{index}" for index in range(4)])
     assert read["silos"]["silo-00"]["up"] > 0
     assert sum(silo["up"] for silo in read["silos"].values()) <= read["up"]
 
 
-def test_a_live_run_with_errors_names_them_without_control_characters(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_run_with_errors_names_them_without_control_characters(finished: Path, tmp_path: Path) -> None:
     plain = json.loads((finished / "status.json").read_text())
     plain |= {"phase": "collecting", "written": "2020-01-01T00:00:00.000+00:00"}
     plain["silos"]["silo-02"] |= {"phase": "overdue", "error": "bad\x1b[2J disk"}
     (tmp_path / "scenario.yaml").write_text((finished / "scenario.yaml").read_text())
     (tmp_path / "status.json").write_text(json.dumps(plain))
-    assert fedmq(monkeypatch, "status", tmp_path) == 0
-    shown = capfd.readouterr()
-    assert "overdue" in shown.out
-    assert "\x1b[2J" not in shown.out
-    assert "the coordinator is busy or not running" in shown.err
+    shown = completed("status", tmp_path)
+    assert shown.returncode == 0
+    assert "overdue" in shown.stdout
+    assert "\x1b[2J" not in shown.stdout
+    assert "the coordinator is busy or not running" in shown.stderr
     plain["silos"]["silo-02"]["phase"] = "asleep"
     (tmp_path / "status.json").write_text(json.dumps(plain))
-    assert fedmq(monkeypatch, "status", tmp_path) == 2
-    assert "silos.silo-02.phase" in capfd.readouterr().err
+    assert "silos.silo-02.phase" in refused("status", tmp_path)
 
 
-def test_the_status_of_a_run_that_has_not_started_says_so(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_of_a_run_that_has_not_started_says_so(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "messages").mkdir()  # a silo has started its log
-    assert fedmq(monkeypatch, "status", tmp_path) == 2
-    assert "no scenario.yaml in it: the run has not started yet" in capfd.readouterr().err
+    assert "no scenario.yaml in it: the run has not started yet" in refused("status", tmp_path)
     (tmp_path / "scenario.yaml").write_text((finished / "scenario.yaml").read_text())
-    assert fedmq(monkeypatch, "status", tmp_path) == 2
-    assert "no status.json in it: the run has not started yet" in capfd.readouterr().err
+    assert "no status.json in it: the run has not started yet" in refused("status", tmp_path)
 
 
 @pytest.mark.slow
 def test_prune_removes_checkpoints_and_states_of_a_finished_run(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     run(resolved(tiny, "launcher=inline"), out)
     before = sum(path.stat().st_size for path in {p.resolve() for p in out.rglob("*")} if path.is_file())
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115, PTH123
-    assert fedmq(monkeypatch, "prune", out) != 0
+    assert completed("prune", out).returncode != 0
     assert any((out / "checkpoints").glob("version-*")), "not without a yes"
-    capfd.readouterr()
     freed = plan_pruning(RunFolder(out), personalised=False).size
-    assert fedmq(monkeypatch, "prune", out, "--yes") == 0
-    assert capfd.readouterr().out.startswith(f"{size_text(freed)} freed")
+    assert printed("prune", out, "--yes").startswith(f"{size_text(freed)} freed")
     assert not (out / "checkpoints").exists()
     after = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert 0 < freed <= before - after, "hard links count once"
     assert not audit_run(out).findings
-    assert fedmq(monkeypatch, "prune", out, "--yes") == 0
-    assert "nothing to remove" in capfd.readouterr().out
+    assert "nothing to remove" in printed("prune", out, "--yes")
 
 
 def test_prune_keeps_what_search_with_a_personal_model_needs(tiny: Path, tmp_path: Path) -> None:
@@ -211,9 +197,7 @@ def scenario(tmp_path: Path) -> Path:
 
 
 def test_the_digest_and_numbers_that_processes_state_are_printed_from_a_scenario(scenario: Path) -> None:
-    done = completed("data", "digest", scenario, "--json")
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
+    record = json.loads(printed("data", "digest", scenario, "--json"))
     with np.load(scenario.parent / "all.npz") as file:
         found = dict(file)
     expected = salted(found, record["run"])
@@ -223,18 +207,15 @@ def test_the_digest_and_numbers_that_processes_state_are_printed_from_a_scenario
     assert record["stated"]["silo-00"]["items"]["train"] == {
         "paired": int(trained.sum()), "image_only": 0, "text_only": 0
     }  # fmt: skip
-    assert completed("data", "digest", scenario).stdout == f"{expected}  {record['run']}\n"
+    assert printed("data", "digest", scenario) == f"{expected}  {record['run']}\n"
 
 
 def test_a_site_file_is_refused_in_a_simulated_partition_and_needed_elsewhere(scenario: Path) -> None:
-    refused = completed("data", "digest", scenario, "--site", "silo.yaml")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--site: found 'silo.yaml', allowed: no site file" in refused.stderr
+    told = refused("data", "digest", scenario, "--site", "silo.yaml")
+    assert "--site: found 'silo.yaml', allowed: no site file" in told
     own = scenario.with_name("own.yaml")
     own.write_text(yaml.safe_dump({"name": "own", **COMMON, "partition": {"kind": "own"}}))
-    refused = completed("data", "digest", own)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--site: found 'not given', allowed: a site file" in refused.stderr
+    assert "--site: found 'not given', allowed: a site file" in refused("data", "digest", own)
 
 
 # ----------------------------------------------------------------------------------- silos that stay for several runs
@@ -319,7 +300,7 @@ def test_a_scenario_that_is_not_that_of_the_run_or_names_a_file_is_refused(
 
 
 def test_options_of_a_standing_silo_that_do_not_fit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "keys: keys\nout: run\nconnect: tcp://127.0.0.1:1\n"
     (tmp_path / "NAMELESS").write_text(text)
@@ -334,8 +315,7 @@ def test_options_of_a_standing_silo_that_do_not_fit_are_refused(
         (f"--stay --site SITE --accept {BY_POLICY}", "with a policy"),
         ("--stay --site NAMELESS", "name: found 'nothing'"),
     ):
-        assert fedmq(monkeypatch, "silo", *options.split()) == 2
-        assert message in capfd.readouterr().err, options
+        assert message in refused("silo", *options.split()), options
 
 
 # -------------------------------------------------------------------------------------------------- progress of a run

@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.federation.participant import reportable
 from fedmq.storage.run_folder import RunFolder
 from tests import data_set_folders, in_process_run
-from tests.command_line import fedmq
+from tests.command_line import printed, refused
 from tests.printed_code import ROOT, file_under
 from tests.threaded_run import resolved
 
@@ -60,16 +60,14 @@ def test_a_method_from_a_user_file_runs(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_process_of_a_run_executes_the_user_file_and_the_run_can_be_replayed(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_process_of_a_run_executes_the_user_file_and_the_run_can_be_replayed(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert fedmq(monkeypatch, "scenario", file, "--out", run, "--quiet") == 0
+    printed("scenario", file, "--out", run, "--quiet")
     (tmp_path / "half.py").write_text("raise RuntimeError('edited')")
-    assert fedmq(monkeypatch, "replay", run, "--quiet") == 0, "the copy of that time is executed"
-    assert fedmq(monkeypatch, "audit", run) == 0
+    printed("replay", run, "--quiet")  # the copy of that time is executed
+    printed("audit", run)
     again = tmp_path / "again"
-    assert fedmq(monkeypatch, "scenario", run / "scenario.yaml", "--out", again, "--quiet") == 0
+    printed("scenario", run / "scenario.yaml", "--out", again, "--quiet")
     digests = [json.loads(RunFolder(each).summary.read_text())["model_digest"] for each in (run, again)]
     assert digests[0] == digests[1]
 
@@ -86,15 +84,12 @@ def test_a_run_is_identified_by_the_content_of_the_user_file_and_not_by_its_fold
     assert resolve(read(there), protocols).id == first.id
 
 
-def test_a_run_does_not_resume_with_a_changed_user_file(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_does_not_resume_with_a_changed_user_file(file: Path, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
     run.scenario.write_text(resolved(file, "launcher=inline").dump())
     (tmp_path / "half.py").write_text(METHOD + "# another version\n")
-    assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
-    message = capsys.readouterr().err
+    message = refused("scenario", file, "--set", "launcher=inline", "--resume", run.root)
     assert "a run of another scenario: protocol.name is half.py@" in message
     assert message.count("\n") == 1
 
@@ -195,9 +190,7 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
 
 
 # ---------------------------------------------------------------------------------------------- code that never runs
-def test_a_foreign_run_folder_executes_no_code(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_run_folder_executes_no_code(file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "executed"
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
@@ -206,12 +199,10 @@ def test_a_foreign_run_folder_executes_no_code(
     raw = resolved(file, "launcher=inline").model_dump(mode="json")
     for name in (str(evil), "./evil.py", f"evil.py@{'0' * 64}"):
         run.scenario.write_text(yaml.safe_dump({**raw, "protocol": {"name": name}}))
-        assert fedmq(monkeypatch, "replay", run.root, "--quiet") == 2
-        message = capsys.readouterr().err
+        message = refused("replay", run.root, "--quiet")
         assert "evil.py" in message
         assert message.count("\n") == 1
-        assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
-        assert "evil.py" in capsys.readouterr().err
+        assert "evil.py" in refused("scenario", file, "--set", "launcher=inline", "--resume", run.root)
         assert not trace.exists()
 
 
@@ -230,7 +221,7 @@ def test_code_unknown_on_this_machine_is_refused_until_the_user_names_the_file(
         InputError, match=r"half\.py: found 'content with SHA-256 .*, unknown here', allowed: .*fedmq protocols"
     ):
         resolve(source, protocols, adopt=False)
-    assert fedmq(monkeypatch, "protocols", tmp_path / "half.py") == 0
+    printed("protocols", tmp_path / "half.py")
     assert resolve(source, protocols, adopt=False).scenario.protocol.name == reference
 
 

@@ -13,10 +13,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from fedmq.audit.policy import read_policy
-from fedmq.cli import main as cli
 from fedmq.config import resolve as scenarios
 from fedmq.config import yaml_files
 from fedmq.config.resolve import read, resolve
@@ -26,6 +24,7 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.errors import InputError
 from fedmq.experiments import files
 from fedmq.wire.keys import init_keys
+from tests.command_line import refused
 from tests.own_data_sites import COMMON
 from tests.threaded_run import run_of
 
@@ -398,10 +397,8 @@ def test_a_silo_obeys_the_policy_of_its_site_file(tiny: Path, tmp_path: Path) ->
     init_keys(tmp_path / "keys", ("coordinator", "evaluator", *(f"silo-{number:02}" for number in range(4))))
     (tmp_path / "policy.yaml").write_text("up: {kinds: [nothing]}\n")
     site = written(tmp_path, "name: silo-00\nkeys: keys\nout: run\npolicy: policy.yaml\n")
-    done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
-    assert isinstance(done.exception, InputError)
-    assert str(tmp_path / "policy.yaml") in str(done.exception)
-    assert "nothing" in str(done.exception)
+    told = refused("silo", tiny, "--site", site)
+    assert str(tmp_path / "policy.yaml") in told and "nothing" in told
 
 
 def test_a_setting_that_fits_no_silo_names_its_line_in_the_site_file(tiny: Path, tmp_path: Path) -> None:
@@ -413,9 +410,7 @@ def test_a_setting_that_fits_no_silo_names_its_line_in_the_site_file(tiny: Path,
         ("name: silo-00\ndevice: cuda:99", r"silo\.yaml: line 3: device: found 'cuda:99'"),
     ):
         site = written(tmp_path, f"keys: keys\n{line}\nout: run\n")
-        done = CliRunner().invoke(cli.app, ["silo", str(tiny), "--site", str(site)], catch_exceptions=True)
-        assert isinstance(done.exception, InputError)
-        assert re.search(words, str(done.exception)), line
+        assert re.search(words, refused("silo", tiny, "--site", site)), line
 
 
 def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:

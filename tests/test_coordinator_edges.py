@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections import Counter, deque
 from collections.abc import Callable
@@ -104,14 +103,6 @@ def test_bytes_in_all_are_counted_separately_for_uploads_and_downloads(tmp_path:
 
 
 # ------------------------------------------------------------------------------------------------- sampling and time
-def test_the_task_of_a_silo_that_stays_off_is_lost_when_it_goes_off_even_in_wait_mode() -> None:
-    trace = Trace({"silo-00": ((0.0, 5.0),)})
-    assert trace.outcome_at("silo-00", 1.0, 9.0, wait=True) == 5.0
-    assert trace.outcome_at("silo-00", 1.0, 4.0, wait=True) == 4.0
-    assert Trace({"silo-00": ((0.0, 5.0), (20.0, 30.0))}).outcome_at("silo-00", 1.0, 9.0, wait=True) == 20.0
-    assert math.isfinite(trace.outcome_at("silo-00", 1.0, 9.0, wait=False))
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_power_of_choice_draws_twice_the_cohort_as_candidates_by_default(count: int) -> None:
     free = tuple(silo.name for silo in FOUR)

@@ -23,7 +23,7 @@ from fedmq.wire.log_records import HandshakeRecord, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import ANY_RUN
 from fedmq.wire.payloads import MAX_STATUS
-from tests.command_line import fedmq
+from tests.command_line import completed, printed
 from tests.threaded_run import resolved, run_of
 from tests.waiting import PATIENCE
 
@@ -58,20 +58,17 @@ def uri(tiny: Path, keys: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_a_silo_and_an_operator_learn_the_status(
-    uri: str, keys: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silo_and_an_operator_learn_the_status(uri: str, keys: Path) -> None:
     for folder, name in ((keys, "silo-00"), (keys.parent / "operator", "operator"), (keys, "silo-00")):
         status = status_of(ask_status(uri, load_identity(folder, name), load_accepted(folder)))
         assert (status.phase, status.round, status.rounds) == ("gathering", 0, 4)
         # Asking with a silo's key does not make the silo present.
         assert {each.phase for each in status.silos.values()} == {SiloPhase.ABSENT}
-    assert fedmq(monkeypatch, "status", "--connect", uri, "--keys", keys.parent / "operator") == 0
-    shown = capfd.readouterr().out
+    shown = printed("status", "--connect", uri, "--keys", keys.parent / "operator")
     assert "gathering, round 0 of 4" in shown
     assert "silo-03" in shown
-    assert fedmq(monkeypatch, "status", "--connect", uri, "--keys", keys, "--name", "silo-01", "--json") == 0
-    assert json.loads(capfd.readouterr().out)["rounds"] == 4
+    status = printed("status", "--connect", uri, "--keys", keys, "--name", "silo-01", "--json")
+    assert json.loads(status)["rounds"] == 4
     log = [record for _, record in read_log(keys.parent / "run" / "messages" / "coordinator.jsonl")]
     asked = [
         each.facts["peer"] for each in log if isinstance(each, NoteRecord) and each.event is LogEvent.STATUS_REQUESTED
@@ -80,17 +77,14 @@ def test_a_silo_and_an_operator_learn_the_status(
     assert not [each for each in log if isinstance(each, HandshakeRecord)]
 
 
-def test_an_unknown_sender_learns_one_line(
-    uri: str, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_sender_learns_one_line(uri: str, keys: Path, tmp_path: Path) -> None:
     new_key(tmp_path / "keys", "silo-00")
     shutil.copytree(keys.parent / "operator" / "accepted", tmp_path / "keys" / "accepted")
-    assert fedmq(monkeypatch, "status", "--connect", uri, "--keys", tmp_path / "keys") == 2
-    printed = capfd.readouterr()
-    assert not printed.out
-    assert printed.err.count("\n") == 1
-    assert "the coordinator there does not accept this key of silo-00" in printed.err
-    assert "fedmq keys accept" in printed.err
+    told = completed("status", "--connect", uri, "--keys", tmp_path / "keys")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.count("\n") == 1
+    assert "the coordinator there does not accept this key of silo-00" in told.stderr
+    assert "fedmq keys accept" in told.stderr
 
 
 @pytest.mark.slow

@@ -69,8 +69,7 @@ def test_without_waiting_a_task_is_lost_at_the_moment_its_silo_goes_off() -> Non
     assert not TRACE.on("silo-00", at)
     assert TRACE.outcome_at("silo-00", 5.0, 22.0, wait=False) == 10.0
     assert TRACE.on("silo-00", TRACE.outcome_at("silo-00", 5.0, 9.0, wait=False))
-    last = TRACE.outcome_at("silo-00", 25.0, 35.0, wait=True)  # never on again
-    assert not TRACE.on("silo-00", last)
+    assert TRACE.outcome_at("silo-00", 25.0, 35.0, wait=True) == 30.0  # never on again
 
 
 @settings(max_examples=30, deadline=None)

@@ -160,27 +160,18 @@ def test_stragglers_are_not_selected_before_they_reply_and_their_late_replies_ar
     assert actions == (Discard("silo-03", 1, "late"),)
 
 
-def test_a_silo_given_up_shrinks_the_cohort_until_it_rejoins() -> None:
+@pytest.mark.parametrize("returns_first", [False, True])
+def test_the_task_of_a_silo_given_up_fails_and_the_silo_is_selected_again_once_it_is_back(returns_first: bool) -> None:
     rounds, _ = joined(plan())
     rounds, _ = arrived(rounds, *SILOS[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
+    if returns_first:
+        rounds, _ = rounds.handle(Joined("silo-03"))
     rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
     rounds, actions = rounds.handle(Merged(1))
-    assert "silo-03" not in sent(actions)
+    assert (Send("silo-03", 2, 1, 1) in actions) is returns_first
     rounds, _ = rounds.handle(Joined("silo-03"))
-    assert not rounds.gone
-
-
-def test_a_silo_that_rejoins_before_it_is_given_up_fails_its_task_and_is_selected_again() -> None:
-    rounds, _ = joined(plan())
-    rounds, _ = arrived(rounds, *SILOS[:3])
-    rounds, _ = rounds.handle(Lost("silo-03"))
-    rounds, _ = rounds.handle(Joined("silo-03"))
-    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed_away", gone=True))
-    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
-    rounds, actions = rounds.handle(Merged(1))
-    assert Send("silo-03", 2, 1, 1) in actions
     assert not rounds.gone
 
 

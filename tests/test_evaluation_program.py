@@ -121,15 +121,12 @@ def test_random_embeddings_have_chance_recall_however_few_items_a_silo_holds() -
 
 
 def test_folds_are_separate_galleries_and_an_incomplete_fold_is_dropped(tmp_path: Path) -> None:
-    chosen = scenario(tmp_path, "evaluation.fold_size=10")
-    population = build_population(chosen, cache=tmp_path / "cache")
-    heldout = HeldOut.load(chosen, population)
-    project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
-    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    heldout, encoders, _ = heldout_and_encoders(tmp_path, "evaluation.fold_size=10")
     found = heldout.measured(encoders, binary=True, names=()).values
     items = embed(encoders, heldout.dataset, binary=True)
     assert len(items.image) == 24
-    folds = [measure(Measured(items.subset(np.arange(start, start + 10)), chosen.evaluation)) for start in (0, 10)]
+    options = heldout.scenario.evaluation
+    folds = [measure(Measured(items.subset(np.arange(start, start + 10)), options)) for start in (0, 10)]
     for name in ("i2t_r1", "t2i_r5", "mean_r10"):
         assert found[f"fold_{name}"] == pytest.approx(np.mean([each[name] for each in folds]))
     assert found["fold_mean_r1"] > found["mean_r1"]

@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.experiments import files
 from fedmq.experiments import grid as planning
 from fedmq.experiments.files import SCHEMAS, schema_of
-from tests.command_line import fedmq
+from tests.command_line import printed, refused
 from tests.comparisons import comparison_file, resolve
 
 
@@ -152,13 +152,7 @@ def test_a_bad_comparison_file_is_refused_with_its_line_key_and_value(tiny: Path
         assert (caught.value.place, caught.value.found) == (f"{file}: {place}", value)
 
 
-def test_a_comparison_file_excludes_scenario_arguments_and_must_name_scenarios(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*arguments: object) -> str:
-        assert fedmq(monkeypatch, *arguments) == 2
-        return capfd.readouterr().err
-
+def test_a_comparison_file_excludes_scenario_arguments_and_must_name_scenarios(tiny: Path) -> None:
     for text, words in (
         ("sweep: ../tiny.yaml", "both compare and sweep"),
         ("baseline: moon", "baseline: found 'moon'"),
@@ -238,6 +232,5 @@ def test_a_schema_takes_short_forms_and_refuses_what_the_model_refuses() -> None
 
 def test_the_command_prints_the_schema_of_each_kind() -> None:
     assert tuple(SCHEMAS) == schema_command.KINDS
-    done = CliRunner().invoke(cli.app, ["schema", "site"])
-    assert json.loads(done.stdout) == schema_of("site")
-    assert "one of scenario, site" in str(CliRunner().invoke(cli.app, ["schema", "yaml"]).exception)
+    assert json.loads(printed("schema", "site")) == schema_of("site")
+    assert "one of scenario, site" in refused("schema", "yaml")

@@ -11,9 +11,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from fedmq.cli import main as cli
 from fedmq.clock import WallClock
 from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun
@@ -22,6 +20,7 @@ from fedmq.experiments import files, tuning
 from fedmq.experiments import process_pool as pool
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.tuning import TrialState, Tuned
+from tests.command_line import printed, refused
 from tests.in_process_jobs import InThisProcess, run_jobs_here
 from tests.threaded_run import resolved, run_of
 
@@ -77,8 +76,7 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
 ) -> None:
     path = spec(tiny, tmp_path, methods={"fedavg": {}, "rcsr": {"protocol.lambda_anc": [0.3, 1.0]}}, trials=2)
     out = tmp_path / "out"
-    done = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--json", "--quiet"])
-    assert done.exit_code == 0, done.output
+    printed("tune", path, "--out", out, "--json", "--quiet")
     assert len(here) == 4
     rows = list(csv.DictReader((out / "trials.csv").read_text().splitlines()))
     assert [row["method"] for row in rows] == ["fedavg", "fedavg", "rcsr", "rcsr"]
@@ -91,14 +89,13 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
     folders = sorted((out / "runs").glob("*/summary.json"))
     trials = [scenarios.load(each.with_name("scenario.yaml")) for each in folders]
     assert {(each.rounds, each.evaluation.split) for each in trials} == {(2, "val")}
-    again = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out), "--quiet"])
-    assert again.exit_code == 0 and len(here) == 4  # nothing is left to run
-    assert "trials.csv, best-fedavg.yaml, best-rcsr.yaml" in again.stdout
-    *table, folder = again.stdout.splitlines()
+    again = printed("tune", path, "--out", out, "--quiet")
+    assert len(here) == 4  # nothing is left to run
+    assert "trials.csv, best-fedavg.yaml, best-rcsr.yaml" in again
+    *table, folder = again.splitlines()
     assert max(map(len, table)) <= 80 and folder.startswith(str(out))
     spec(tiny, tmp_path, metric="mean_r10")
-    other = CliRunner().invoke(cli.app, ["tune", str(path), "--out", str(out)])
-    assert isinstance(other.exception, InputError) and "another tuning file" in str(other.exception)
+    assert "another tuning file" in refused("tune", path, "--out", out)
 
 
 @pytest.mark.slow

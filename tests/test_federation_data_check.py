@@ -29,7 +29,7 @@ from fedmq.federation.population import build_population
 from fedmq.text import Progress
 from fedmq.wire.payloads import DataFormat
 from tests import data_set_folders
-from tests.command_line import fedmq
+from tests.command_line import completed, printed, refused
 from tests.test_data_extract import tiny_clip
 
 pytest.importorskip("PIL")
@@ -53,77 +53,61 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_data_set_is_counted_and_after_extraction_partitioned(
-    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
-    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = json.loads(printed("data", "check", path, "--json"))
     assert facts["splits"] == {"train": 2, "val": 1, "test": 2, "public": 0, "database": 0}
     assert facts["labels"] == {"dog": 2, "person": 2}
     assert facts["without_labels"] == 2
     assert "silos" not in facts
     assert not (tmp_path / "cache" / "features").exists()
-    assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
-    made = json.loads(capfd.readouterr().out)
+    made = json.loads(printed("data", "features", path, "--json"))
     assert (made["n"], made["image_shape"]) == (5, [16])
-    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = json.loads(printed("data", "check", path, "--json"))
     assert [own["samples"] for own in facts["silos"].values()] == [1, 1]
     held = [tuple(own["labels"].values()) for own in facts["silos"].values()]
     assert sorted(held) == [(1, 0), (1, 1)], "one is a dog, one a dog and a person"
-    assert fedmq(monkeypatch, "data", "check", path) == 0
-    shown = [line.split() for line in capfd.readouterr().out.splitlines()]
+    shown = [line.split() for line in printed("data", "check", path).splitlines()]
     assert ["│", "person", "│", str(held[0][1]), "│", str(held[1][1]), "│"] in shown
-    assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1") == 0
-    assert "training items of each label" in capfd.readouterr().out
+    assert "training items of each label" in printed("data", "check", path, "--set", "silos.count=1")
     monkeypatch.setattr(cli_data, "FEW_LABELS", 1)
-    assert fedmq(monkeypatch, "data", "check", path) == 0
-    assert "training items of each label" not in capfd.readouterr().out
-    assert fedmq(monkeypatch, "data", "features", path) == 0
-    assert made["folder"] in capfd.readouterr().out
+    assert "training items of each label" not in printed("data", "check", path)
+    assert made["folder"] in printed("data", "features", path)
 
 
-def test_all_missing_and_unreadable_files_are_named_and_the_exit_code_is_2(
-    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_missing_and_unreadable_files_are_named_and_the_exit_code_is_2(own_cache: None, tmp_path: Path) -> None:
     folder = data_set_folders.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
     for row in range(25):
         (folder / "images" / f"{row}.jpg").unlink()
     data_set_folders.truncate(folder / "images" / "26.jpg")
     (folder / "images" / "27.jpg").write_bytes(b"")
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
-    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
-    facts = json.loads(capfd.readouterr().out)
+    facts = json.loads(printed("data", "check", path, "--json", code=2))
     assert len(facts["missing"]) == 25
     assert [Path(name.split(": ")[0]).name for name in facts["unreadable"]] == ["26.jpg", "27.jpg"]
     assert facts["usable"] is False
-    assert fedmq(monkeypatch, "data", "check", path) == 2
-    shown = capfd.readouterr().out
+    shown = printed("data", "check", path, code=2)
     assert "25 missing (the first 20; --json has all)" in shown
     assert "26.jpg: " in shown
     assert sum(line.startswith("  ") for line in shown.splitlines()) == 22
-    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip") == 2
+    printed("data", "check", path, "--set", "data.missing=skip", code=2)
     for row in (26, 27):
         (folder / "images" / f"{row}.jpg").unlink()
-    capfd.readouterr()
-    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip", "--json") == 0
-    assert json.loads(capfd.readouterr().out)["items"] == 5
+    assert json.loads(printed("data", "check", path, "--set", "data.missing=skip", "--json"))["items"] == 5
 
 
-def test_file_names_too_long_or_not_encodable_are_reported_without_a_traceback(
-    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_file_names_too_long_or_not_encodable_are_reported_without_a_traceback(own_cache: None, tmp_path: Path) -> None:
     folder = data_set_folders.flickr(tmp_path / "set")
     listed = folder / "dataset_flickr8k.json"
     whole = listed.read_text()
     listed.write_text(whole.replace("0.jpg", "a" * 300 + ".jpg"))
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
-    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
-    assert json.loads(capfd.readouterr().out)["missing"] == ["images/" + "a" * 300 + ".jpg"]
+    found = printed("data", "check", path, "--json", code=2)
+    assert json.loads(found)["missing"] == ["images/" + "a" * 300 + ".jpg"]
     listed.write_text(whole.replace("0.jpg", "\\ud83d.jpg"))
-    assert fedmq(monkeypatch, "data", "check", path) == 2
-    error = capfd.readouterr().err.strip().splitlines()
+    error = refused("data", "check", path).splitlines()
     assert len(error) == 1
     assert "dataset_flickr8k.json" in error[0]
 
@@ -156,8 +140,6 @@ def test_a_run_extracts_features_on_its_device_where_available(
 def test_settings_that_the_method_refuses_are_reported_before_and_after_extraction(
     own_cache: None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     extracted: bool,
 ) -> None:
     data_set_folders.coco(tmp_path / "labelled")
@@ -165,16 +147,16 @@ def test_settings_that_the_method_refuses_are_reported_before_and_after_extracti
     for name, folder, code in (("coco", "labelled", 0), ("flickr8k", "bare", 2)):
         path = scenario(tmp_path, {"name": name, "path": str(tmp_path / folder)})
         if extracted:
-            assert fedmq(monkeypatch, "data", "features", path) == 0
-        capfd.readouterr()
-        assert fedmq(monkeypatch, "data", "check", path, "--set", "protocol=fedproto") == code
-        shown = capfd.readouterr()
-        assert ("protocol.name: found 'fedproto', allowed: a method that needs no labels" in shown.out) == bool(code)
-        assert "items" in shown.out
-        assert not shown.err.count("fedmq:")
-        assert fedmq(monkeypatch, "data", "check", path, "--set", "partition={kind: dir_class}", "--json") == code
-        shown = capfd.readouterr()
-        assert "partition.kind" in shown.out + shown.err if code else json.loads(shown.out)["usable"]
+            printed("data", "features", path)
+        shown = completed("data", "check", path, "--set", "protocol=fedproto")
+        assert shown.returncode == code
+        told = "protocol.name: found 'fedproto', allowed: a method that needs no labels" in shown.stdout
+        assert told == bool(code)
+        assert "items" in shown.stdout
+        assert not shown.stderr.count("fedmq:")
+        shown = completed("data", "check", path, "--set", "partition={kind: dir_class}", "--json")
+        assert shown.returncode == code
+        assert "partition.kind" in shown.stdout + shown.stderr if code else json.loads(shown.stdout)["usable"]
         assert (tmp_path / "cache" / "features").exists() is extracted
 
 
@@ -189,27 +171,21 @@ def test_settings_that_the_method_refuses_are_reported_before_and_after_extracti
 def test_a_run_that_its_data_cannot_serve_is_refused_before_features_are_extracted(
     own_cache: None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     setting: str,
     words: str,
 ) -> None:
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(data_set_folders.flickr(tmp_path / "set"))})
     for command in (("scenario", path, "--quiet", "--out", tmp_path / "run"), ("data", "check", path)):
-        assert fedmq(monkeypatch, *command, "--set", setting, "--set", "launcher=inline") == 2
-        shown = capfd.readouterr()
-        assert words in shown.out + shown.err
+        shown = completed(*command, "--set", setting, "--set", "launcher=inline")
+        assert shown.returncode == 2
+        assert words in shown.stdout + shown.stderr
     assert not (tmp_path / "cache" / "features").exists()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(
-    own_cache: None, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
-    assert json.loads(capfd.readouterr().out)["problems"] == []
-    assert fedmq(monkeypatch, "data", "check", tiny, "--set", "protocol=creamfl_public", "--json") == 2
-    facts = json.loads(capfd.readouterr().out)
+def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(own_cache: None, tiny: Path) -> None:
+    assert json.loads(printed("data", "check", tiny, "--json"))["problems"] == []
+    facts = json.loads(printed("data", "check", tiny, "--set", "protocol=creamfl_public", "--json", code=2))
     assert facts["items"]
     assert facts["silos"]
     assert facts["problems"] == [
@@ -218,7 +194,7 @@ def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(
 
 
 def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
-    own_cache: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    own_cache: None, tiny: Path, tmp_path: Path
 ) -> None:
     with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
         arrays = dict(stored)
@@ -234,21 +210,19 @@ def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
     arrays["keys"] = np.array([f"{row:06d}" for row in range(150)])  # or rows with one image would be one item
     np.savez(tmp_path / "duplicates.npz", **arrays)
     changed = f"data.path={tmp_path / 'duplicates.npz'}"
-    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed, "--json") == 0
-    assert json.loads(capfd.readouterr().out)["duplicates_of_training_items"] == ["000140", "000141"]
-    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
-    said = capfd.readouterr().out
+    facts = json.loads(printed("data", "check", tiny, "--set", changed, "--json"))
+    assert facts["duplicates_of_training_items"] == ["000140", "000141"]
+    said = printed("data", "check", tiny, "--set", changed)
     assert "2 duplicates of training items:\n  000140\n  000141\n" in said
     assert "3 items with the image of a training item:\n  000125\n  000140\n  000141\n" in said
     assert "3 images equal that of an earlier item" in said
     assert "every item has the label label-005, so each item is relevant" in said
-    assert fedmq(monkeypatch, "data", "check", tiny) == 0
-    said = capfd.readouterr().out
+    said = printed("data", "check", tiny)
     assert "duplicates" not in said and "every item" not in said
 
 
 def test_vectors_of_crops_are_named_where_they_are_wide_enough_to_tell(
-    own_cache: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    own_cache: None, tiny: Path, tmp_path: Path
 ) -> None:
     with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
         arrays = dict(stored)
@@ -259,8 +233,7 @@ def test_vectors_of_crops_are_named_where_they_are_wide_enough_to_tell(
         np.savez(tmp_path / "crops.npz", **(arrays | {"image": drawn[:, :width]}))
         changed = [f"data.path={tmp_path / 'crops.npz'}", "backbone.head=mlp"]
         command = ["data", "check", tiny, *(word for each in changed for word in ("--set", each)), "--json"]
-        assert fedmq(monkeypatch, *command) == 0
-        facts = json.loads(capfd.readouterr().out)
+        facts = json.loads(printed(*command))
         assert (facts.get("crops"), facts["duplicates_by_image"]) == (found, ["000141"])
 
 
@@ -285,18 +258,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_bad_files_of_a_site_are_all_listed(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "data", "check", "own.yaml", "--site", "silo.yaml", "--json") == 2
-    facts = json.loads(capfd.readouterr().out)
+def test_the_bad_files_of_a_site_are_all_listed(site: Path) -> None:
+    facts = json.loads(printed("data", "check", "own.yaml", "--site", "silo.yaml", "--json", code=2))
     assert [name.split(":")[0] for name in facts["unreadable"]] == ["3.jpg"]
     assert facts["without_captions"] == ["5.jpg"]
     (site / "photos" / "3.jpg").unlink()
     (site / "photos" / "3.txt").unlink()
     (site / "photos" / "5.txt").write_text("photo number 5\n")
-    assert fedmq(monkeypatch, "data", "check", "own.yaml", "--site", "silo.yaml") == 0
-    assert "11 items, 11 captions" in capfd.readouterr().out
+    assert "11 items, 11 captions" in printed("data", "check", "own.yaml", "--site", "silo.yaml")
 
 
 def test_the_error_of_a_silo_names_the_command_with_both_files(site: Path) -> None:
@@ -307,15 +276,12 @@ def test_the_error_of_a_silo_names_the_command_with_both_files(site: Path) -> No
         SiteData.load(run.scenario, read_site(Path("silo.yaml")), run.id, file=run.source.file)
 
 
-def test_a_features_file_of_a_site_is_counted(
-    site: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_features_file_of_a_site_is_counted(site: Path) -> None:
     draw = np.random.default_rng(0)
     np.savez("site0.npz", image=draw.normal(size=(40, 8)), text=draw.normal(size=(40, 8)))
     (site / "own.yaml").write_text(OWN.replace("lite", "features"))
     (site / "silo.yaml").write_text("name: silo-01\ndata: {name: features, path: site0.npz}\n")
-    assert fedmq(monkeypatch, "data", "check", "own.yaml", "--site", "silo.yaml", "--json") == 0
-    facts = json.loads(capfd.readouterr().out)
+    facts = json.loads(printed("data", "check", "own.yaml", "--site", "silo.yaml", "--json"))
     assert facts["items"] == 40 and list(facts["silos"]) == ["silo-01"]
     assert facts["silos"]["silo-01"]["samples"] == facts["splits"]["train"] > 0
 

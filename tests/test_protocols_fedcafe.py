@@ -20,7 +20,7 @@ from fedmq.data.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.evaluation import heldout
-from fedmq.federation.protocol import Context, Local, SiloFacts, Task, Update
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task
 from fedmq.models import hash_networks
 from fedmq.wire.payloads import Memory
 from protocols import objectives
@@ -28,6 +28,7 @@ from protocols.objectives import shdch
 from protocols.parts import alternating, memory, training
 from protocols.parts.personal_model import References
 from tests import definitions, in_process_run
+from tests.replies import payload_of, with_payload
 from tests.small_federation import DIM, LABELS, population, share
 from tests.threaded_run import resolved
 
@@ -37,16 +38,6 @@ PAIRED = SiloFacts("silo-00", 0, True, True)
 
 def objective(base: Any = "dcmh", **options: Any) -> Objective:
     return Objective(base=base, bits=8, hidden=16, **options)
-
-
-def memory_of(reply: Update) -> Memory:
-    return next(payload for payload in reply.payloads if isinstance(payload, Memory))
-
-
-def with_memory(reply: Update, **changes: Any) -> Update:
-    memory = dataclasses.replace(memory_of(reply), **changes)
-    payloads = tuple(memory if isinstance(payload, Memory) else payload for payload in reply.payloads)
-    return dataclasses.replace(reply, payloads=payloads)
 
 
 def at_work(base: Any, silo: SiloFacts = PAIRED, names: tuple[str, ...] = LABELS, **options: Any) -> tuple[Any, Local]:
@@ -75,7 +66,7 @@ def test_a_class_missing_from_a_silo_has_no_support_and_a_zero_row() -> None:
     run = population("fedcafe", kinds=((True, True),), sizes=(6,))
     labels = run.shares[0].labels
     labels[:, 2], labels[:, 3] = 0, 1
-    memory = memory_of(run.replies()[0])
+    memory = payload_of(run.replies()[0], Memory)
     assert memory.support[2] == 0
     assert not memory.centroids[2].any()
     assert memory.support[3] == 6
@@ -158,8 +149,8 @@ def test_the_weight_of_a_stale_silo_far_from_the_memory_is_capped() -> None:
 def test_long_rows_or_huge_supports_do_not_raise_a_silos_weight() -> None:
     run = population("fedcafe")
     replies = run.replies()
-    sent = memory_of(replies[0])
-    loud = with_memory(replies[0], centroids=sent.centroids * np.float32(1e18), support=sent.support * 2**60)
+    sent = payload_of(replies[0], Memory)
+    loud = with_payload(replies[0], Memory(sent.centroids * np.float32(1e18), sent.support * 2**60))
     merged = run.protocol.merge(run.state, [loud, *replies[1:]], 0)
     assert merged.log["weight_largest"] < 0.5
     run.state = merged.state

@@ -20,7 +20,6 @@ from fedmq.errors import InputError
 from fedmq.evaluation.gallery_ranking import Embedded
 from fedmq.evaluation.metrics import Measured, measure
 from fedmq.federation.population import build_population
-from fedmq.federation.protocol import Update
 from fedmq.launch import preparation
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -29,6 +28,7 @@ from protocols import fedhap, objectives
 from protocols.objectives import csq, dpsh, greedyhash, triplet
 from protocols.parts import class_prototypes
 from protocols.parts.labelled import samples_of
+from tests.replies import payload_of
 from tests.small_federation import LABELS, SmallFederation, population
 from tests.threaded_run import resolved
 
@@ -42,11 +42,6 @@ def small(
 ) -> SmallFederation:
     objective = Objective(base=base, bits=changes.pop("bits", 8), hidden=16, **changes.pop("base_options", {}))
     return population(name, options, objective=objective, **{"training": ADAM, **changes})
-
-
-def payload(reply: Update, kind: type[Any]) -> Any:
-    (found,) = [each for each in reply.payloads if isinstance(each, kind)]
-    return found
 
 
 def random_codes(n: int, bits: int, seed: int = 0) -> torch.Tensor:
@@ -120,7 +115,7 @@ def test_greedyhash_shares_one_classifier_between_modalities_and_every_silo_trai
     run = small("greedyhash", kinds=LONE)
     shared = run.model.branch("shared")
     assert shared.stop - shared.start == 8 * len(LABELS)
-    assert all(payload(reply, Delta).buffer[shared].any() for reply in run.replies())
+    assert all(payload_of(reply, Delta).buffer[shared].any() for reply in run.replies())
 
 
 def test_several_labels_share_the_target_or_the_first_label_is_the_target() -> None:
@@ -182,7 +177,7 @@ def test_the_sign_of_zero_is_one_and_the_straight_through_sign_is_exact() -> Non
 def test_a_silo_votes_with_the_mean_code_of_its_modalities() -> None:
     run = small(name="fedhap", kinds=LONE)
     for reply in run.replies():
-        vote = payload(reply, ClassPrototypes)
+        vote = payload_of(reply, ClassPrototypes)
         labels = run.shares[reply.silo.index].labels
         assert labels is not None
         held = reply.silo.image + reply.silo.text
@@ -193,7 +188,7 @@ def test_a_silo_votes_with_the_mean_code_of_its_modalities() -> None:
 
 def test_a_prototype_is_the_sign_of_the_mean_over_the_silos_that_hold_the_class() -> None:
     run = small(name="fedhap")
-    votes = [payload(reply, ClassPrototypes) for reply in run.replies()]
+    votes = [payload_of(reply, ClassPrototypes) for reply in run.replies()]
     run.state = run.protocol.merge(run.state, run.replies(), 0).state
     for label in range(len(LABELS)):
         rows = [vote.prototypes[label] for vote in votes if vote.counts[label]]
@@ -248,7 +243,7 @@ def test_shared_discriminators_are_averaged_uniformly_and_sent_as_updates() -> N
     run.round()
     replies = run.replies()
     state = run.protocol.merge(run.state, replies, 1).state
-    changes = [payload(reply, DiscriminatorDelta).buffer for reply in replies]
+    changes = [payload_of(reply, DiscriminatorDelta).buffer for reply in replies]
     assert any(change.any() for change in changes)
     expected = run.state.tensors["fedhap.discriminator_change"].numpy() + np.mean(changes, axis=0)
     np.testing.assert_allclose(state.tensors["fedhap.discriminator_change"].numpy(), expected, atol=1e-6)
@@ -311,7 +306,7 @@ def test_with_two_label_levels_prototypes_are_of_the_lower_level() -> None:
     run = small("shdch", "fedhap", labels=names)
     for _ in range(2):
         for reply in run.replies():
-            assert payload(reply, ClassPrototypes).prototypes.shape == (2, 8)
+            assert payload_of(reply, ClassPrototypes).prototypes.shape == (2, 8)
         run.round()
     assert run.state.tensors[class_prototypes.GLOBAL].shape == (2, 8)
 

@@ -13,24 +13,17 @@ import torch
 from fedmq.config.scenario import Objective
 from fedmq.data.labels import COARSE
 from fedmq.evaluation.label_metrics import cosine_metrics
-from fedmq.federation.protocol import Local, Update
+from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
 from protocols import fedcmr, fedscmr
 from protocols.objectives.dscmr import pair_likelihood
 from protocols.parts import aggregation, training
 from protocols.parts.personal_model import OWN
-from tests.replies import payload_of
+from tests.replies import payload_of, with_payload
 from tests.small_federation import population
 
 PAIRED = ((True, True),) * 3
-
-
-def with_map(reply: Update, value: float) -> Update:
-    new = MeanAveragePrecision(value)
-    return dataclasses.replace(
-        reply, payloads=tuple(new if isinstance(each, MeanAveragePrecision) else each for each in reply.payloads)
-    )
 
 
 def test_only_the_shared_linear_layers_leave_a_silo() -> None:
@@ -46,7 +39,11 @@ def test_a_silo_with_a_better_validation_map_is_weighted_more() -> None:
     run = population("fedscmr", kinds=PAIRED)
     replies = run.replies()
     weights = [
-        run.protocol.merge(run.state, [with_map(reply, value) for reply, value in zip(replies, values, strict=True)], 0)
+        run.protocol.merge(
+            run.state,
+            [with_payload(reply, MeanAveragePrecision(value)) for reply, value in zip(replies, values, strict=True)],
+            0,
+        )
         for values in ((0.5, 0.5, 0.5), (0.9, 0.5, 0.5))
     ]
     first = [merged.log["weight_silo-00"] for merged in weights]
@@ -173,21 +170,18 @@ def test_a_silo_that_cannot_measure_a_map_counts_as_the_median_of_all_that_did()
     assert (table[:, 3] >= 0).tolist() == [True, False, False, True]
 
 
-def with_loss(reply: Update, value: float) -> Update:
-    payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
-    return dataclasses.replace(reply, payloads=payloads)
-
-
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
 def test_losses_below_zero_leave_every_weight_finite(name: str) -> None:
     run = population(name, kinds=PAIRED)
-    replies = [with_loss(reply, loss) for reply, loss in zip(run.replies(), (-10.0, 5.0, 5.01), strict=True)]
+    replies = [with_payload(reply, Loss(loss)) for reply, loss in zip(run.replies(), (-10.0, 5.0, 5.01), strict=True)]
     assert bool(torch.isfinite(run.protocol.merge(run.state, replies, 0).state.theta).all())
 
 
 def test_a_silo_past_the_age_limit_is_left_out_of_the_median() -> None:
     run = population("fedscmr")
-    replies = [with_map(reply, 0.1 if reply.silo.index == 0 else 0.9) for reply in run.replies()]
+    replies = [
+        with_payload(reply, MeanAveragePrecision(0.1 if reply.silo.index == 0 else 0.9)) for reply in run.replies()
+    ]
     state = run.protocol.merge(run.state, replies, 0).state
     fresh = [dataclasses.replace(reply, base_version=5) for reply in replies[1:]]
     for max_age, alike in ((None, False), (2, True)):  # torch's median of 0.1 and 0.9 is the lower

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Objective, Training
-from fedmq.federation.protocol import Local, Task
+from fedmq.federation.protocol import Task
 from fedmq.models.hash_networks import dropout_mask, signs, towers_with
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
@@ -22,6 +22,7 @@ from protocols.objectives import dgcpn
 from protocols.parts import personal_model, training
 from protocols.parts.losses import unit
 from protocols.parts.similarity import batch_features, item_features
+from tests.replies import silo_of
 from tests.small_federation import SmallFederation, population, share
 
 SGD = Training(optimizer="sgd", batch_size=4, local_epochs=2)
@@ -31,10 +32,6 @@ LONE = ((True, True), (True, False), (False, True))
 def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> SmallFederation:
     objective = Objective(base=base, bits=8, hidden=16)
     return population(name, options, objective=objective, **{"training": SGD, **changes})
-
-
-def local_of(run: SmallFederation, index: int) -> Local:
-    return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
 
 
 def deltas(run: SmallFederation) -> list[np.ndarray]:
@@ -109,7 +106,7 @@ def test_a_silo_without_text_uses_the_similarity_of_its_images() -> None:
 
 def test_a_batch_uses_the_features_of_the_captions_it_trains_on() -> None:
     run = small("djsrh")
-    local, rows = local_of(run, 0), np.array([2, 0])
+    local, rows = silo_of(run, 0), np.array([2, 0])
     caption = np.zeros(len(local.dataset), np.int64)
     assert local.dataset.text is not None
     _, text = batch_features(local, rows, caption)
@@ -125,7 +122,7 @@ def test_dgcpn_makes_two_updates_on_a_paired_batch_and_one_on_single_modality_ba
 
 def work_of(run: SmallFederation, index: int) -> training.Work:
     task = Task(1, 0, 0, 1e-3, ())
-    work = objectives.begin(objectives.options_of(run.context.objective), local_of(run, index), run.context, task)
+    work = objectives.begin(objectives.options_of(run.context.objective), silo_of(run, index), run.context, task)
     assert work is not None
     return work
 
@@ -202,7 +199,7 @@ def test_the_terms_are_added_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> None:
     run = small("dgcpn", "feduch")
-    local, step = local_of(run, 0), training.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
+    local, step = silo_of(run, 0), training.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
     other = run.state.theta * 1.5
     before = run.model.flat.detach().clone()
     run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
@@ -217,7 +214,7 @@ def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> N
 
 def test_a_precomputed_reference_equals_one_computed_per_batch_at_the_epochs_sharpness() -> None:
     run = small("djsrh", "feduch")
-    local, other = local_of(run, 0), run.state.theta * 1.5
+    local, other = silo_of(run, 0), run.state.theta * 1.5
     captions = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
     once, anew = personal_model.Reference(local, other, 50), personal_model.Reference(local, other, 1)
     for runs, sharpness in ((("image", "text"), 1.0), (("image", "text"), 3.0), (("text",), 1.0)):
@@ -269,7 +266,7 @@ def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     step = training.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
     for sharpness in (1.0, 2.0, 10.0):
         with towers_with(run.model, sharpness=sharpness):
-            image, text = training.outputs(local_of(run, 0), step.rows, caption)
+            image, text = training.outputs(silo_of(run, 0), step.rows, caption)
             found = extras[-1](step, image, text)
         assert image is not None and found is not None
         assert float(found.detach()) == pytest.approx(0.0, abs=1e-10), sharpness

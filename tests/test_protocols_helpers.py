@@ -24,7 +24,7 @@ from protocols import fedcmr
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from protocols.objectives.shdch import Level, swept_codes
 from protocols.parts import centroids, class_prototypes, prototypes, robust, training
-from tests.replies import payload_of, silo_of
+from tests.replies import payload_of, silo_of, with_payload
 from tests.small_federation import SmallFederation, population
 
 PAIRED = ((True, True),) * 4
@@ -215,16 +215,11 @@ def configured_for(run: SmallFederation, name: str, options: dict[str, Any], *, 
     return run
 
 
-def with_loss(reply: Update, value: float) -> Update:
-    payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
-    return dataclasses.replace(reply, payloads=payloads)
-
-
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
 def test_sums_run_over_the_table_where_merges_are_of_few_replies_unless_configured(name: str) -> None:
     def theta(sums: str | None, *, whole: bool) -> torch.Tensor:
         run = configured_for(population(name, kinds=THREE_PAIRS), name, {"sums": sums}, whole=whole)
-        replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
+        replies = [with_payload(reply, Loss(0.1 + reply.silo.index)) for reply in run.replies()]
         state = run.protocol.merge(run.state, replies, 0).state
         few = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
         return run.protocol.merge(state, few, 1).state.theta

@@ -17,7 +17,7 @@ from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from protocols.parts import personal_adapter
 from protocols.parts.personal_model import OWN
-from tests.command_line import fedmq
+from tests.command_line import completed
 from tests.in_process_jobs import run_jobs_here
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
@@ -156,22 +156,15 @@ def test_the_command_line_prints_the_hint_once_and_runs(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     run_jobs_here(monkeypatch)
     name, *options = command
-    settings = [
-        "--set",
-        "rounds=1",
-        "--set",
-        "launcher=inline",
-        "--set",
-        "protocol={name: rcsr, minimax: false, lambda_p: 0.4}",
-        "--quiet",
-    ]
-    assert fedmq(monkeypatch, name, str(tiny), "--out", str(tmp_path / "out"), *settings, *options) == 0
+    method = "protocol={name: rcsr, minimax: false, lambda_p: 0.4}"
+    settings = ["--set", "rounds=1", "--set", "launcher=inline", "--set", method, "--quiet"]
+    done = completed(name, tiny, "--out", tmp_path / "out", *settings, *options)
+    assert done.returncode == 0
     line = "warning protocol.lambda_p: 0.4 has no effect with personal: none"
-    assert capfd.readouterr().err.splitlines().count(line) == 1
+    assert done.stderr.splitlines().count(line) == 1
 
 
 def test_a_fault_after_the_last_round_prints_a_hint(tiny: Path) -> None:

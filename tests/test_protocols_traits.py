@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,12 @@ from fedmq.config import plug_ins
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
-    Encoders,
     FederatedProtocol,
-    Local,
     NoOptions,
     Traits,
     check_traits,
     class_problem,
 )
-from fedmq.wire.payloads import Payload
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from tests import in_process_run
 from tests.small_federation import population
@@ -156,34 +153,6 @@ def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
     after = run.protocol.merge(run.state, run.replies(), 0).state
     assert run.protocol.mix_state(run.state, after, 0.5) is after
     assert FederatedProtocol.Options is NoOptions
-
-
-# --------------------------------------------------------------------------- variants
-
-
-def made(kind: type[FederatedProtocol], options: Any) -> Any:
-    """A small federation that runs this method."""
-    run = population("fedavg")
-    run.protocol = kind(options, run.context)
-    check_traits("small", run.protocol, options, run.context)
-    run.state = run.protocol.initial(run.state.theta)
-    return run
-
-
-def test_a_personalised_variant_must_define_encoders() -> None:
-    class Personal(AnchoredFedAvg):
-        @classmethod
-        def traits_of(cls, options: AnchoredOptions) -> Traits:
-            return Traits(personalised=True)
-
-    class Measurable(Personal):
-        def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-            raise AssertionError("not measured here")
-
-    with pytest.raises(InputError, match="personalised without encoders"):
-        made(Personal, AnchoredOptions())
-    run = made(Measurable, AnchoredOptions())
-    assert run.protocol.traits().personalised
 
 
 def test_a_method_in_a_file_is_created_by_its_reference(mine: Callable[[str], str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fedmq.errors import InputError
 from fedmq.runs.release import SIGNATURE, sign_model, verify_model
 from fedmq.wire.keys import init_keys, load_identity
-from tests.command_line import fedmq
+from tests.command_line import printed
 
 
 @pytest.fixture
@@ -28,35 +28,28 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_signed_folder_is_verified_also_after_a_search(
-    keys: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert fedmq(monkeypatch, "sign", model, "--keys", keys) == 0
-    words = capfd.readouterr().out.split("words of the key: ")[1].strip()
+def test_a_signed_folder_is_verified_also_after_a_search(keys: Path, model: Path) -> None:
+    words = printed("sign", model, "--keys", keys).split("words of the key: ")[1].strip()
     (model / "gallery" / "photos-1").mkdir(parents=True)
     (model / "gallery" / "photos-1" / "items.json").write_text("{}")
-    assert fedmq(monkeypatch, "verify", model, "--keys", keys) == 0
-    assert "4 files are as coordinator signed them" in capfd.readouterr().out
-    assert fedmq(monkeypatch, "verify", model) == 0
-    assert words in capfd.readouterr().out
+    assert "4 files are as coordinator signed them" in printed("verify", model, "--keys", keys)
+    assert words in printed("verify", model)
 
 
 def test_a_changed_folder_and_a_signature_of_another_key_are_exit_code_3(
-    keys: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    keys: Path, model: Path, tmp_path: Path
 ) -> None:
     init_keys(tmp_path / "stranger", ["coordinator"])
     sign_model(model, load_identity(tmp_path / "stranger", "coordinator"))
-    assert fedmq(monkeypatch, "verify", model, "--keys", keys, "--json") == 3
-    facts = json.loads(capfd.readouterr().out)
-    assert facts["differences"] == ["signed with another key than the accepted one of coordinator"]
+    told = printed("verify", model, "--keys", keys, "--json", code=3)
+    assert json.loads(told)["differences"] == ["signed with another key than the accepted one of coordinator"]
     sign_model(model, load_identity(keys, "coordinator"))
     (model / "model.safetensors").write_text("other")
     (model / "onnx" / "image.onnx").unlink()
     (model / "more.py").write_text("code")
-    assert fedmq(monkeypatch, "verify", model, "--keys", keys) == 3
-    shown = capfd.readouterr().out
+    told = printed("verify", model, "--keys", keys, code=3)
     for line in ("model.safetensors: changed since", "onnx/image.onnx: missing", "more.py: not signed"):
-        assert line in shown
+        assert line in told
 
 
 def test_an_edited_signature_is_refused(keys: Path, model: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -240,3 +242,19 @@ def test_metrics_round_trip_as_floats() -> None:
     assert got.values == {"mean_r1": 1.0, "i2t_r@5": 0.5}
     assert type(got.values["mean_r1"]) is float
     assert got.per_silo == {"silo-00": {"mean_r1": 0.0}}
+
+
+def test_another_thread_hashes_a_large_payload_once_it_is_encoded_or_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (Model("0" * 64, np.ones(size, np.float32)) for size in (1000, 1 << 18))
+    alone = [codec._digest(each) for each in (small, large)]
+    hashing = list[str]()
+
+    def counted(*content: bytes, **options: int) -> blake3:
+        hashing.append(threading.current_thread().name.partition("_")[0])
+        return blake3(*content, **options)
+
+    monkeypatch.setattr(codec, "blake3", counted)
+    message = Message(header(), (small, large))
+    decoded = decode(*joined(message))
+    assert [codec.digest(each) for each in (*message.payloads, *decoded.payloads)] == alone * 2
+    assert sorted(hashing) == ["MainThread"] * 2 + ["digest"] * 2

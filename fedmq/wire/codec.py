@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ from fedmq.wire.messages import (
     ShortHeader,
     TaskInfo,
 )
-from fedmq.wire.payloads import PAYLOADS, Payload, tensors
+from fedmq.wire.payloads import PAYLOADS, Payload, decoded_bytes, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
@@ -151,6 +152,8 @@ def encode_body(message: Message) -> list[BytesLike]:
     packed = pack(plain)
     if len(packed) > MAX_BODY_HEADER:
         raise LocalWireError(f"the body's msgpack part has {len(packed)} bytes, allowed {MAX_BODY_HEADER}")
+    for payload in message.payloads:
+        _hash_beside(payload)
     buffers: list[BytesLike] = [len(packed).to_bytes(_LENGTH_BYTES, "little") + packed]
     size = len(buffers[0])
     values = (array for payload in message.payloads for array in tensors(payload))
@@ -303,6 +306,7 @@ def _decode_payload(row: object, body: memoryview, end: int, room: int) -> tuple
                 pass
         values[name] = value
     payload = cls(**values)
+    _hash_beside(payload)
     if not math.isfinite(payload.largest):
         raise FieldError(f"{kind}: NaN or infinity", Reason.NOT_FINITE)
     return payload, end, room
@@ -358,7 +362,18 @@ def _numbers_on(
 
 
 #: Digests of live payloads, so that a model sent to many silos is hashed once.
-_DIGESTS: WeakKeyDictionary[Payload, str] = WeakKeyDictionary()
+_DIGESTS: WeakKeyDictionary[Payload, str | Future[str]] = WeakKeyDictionary()
+#: Size of a payload's tensors from which another thread hashes it, while this one seals or checks it [bytes].
+_HASHED_BESIDE = 1 << 20
+#: Cores that hash one payload. The thread starts with the first large payload, so a process may fork before it.
+_CORES = 2
+_HASHING = ThreadPoolExecutor(1, "digest")
+
+
+def _hash_beside(payload: Payload) -> None:
+    """Begin to hash a large payload whose digest will be logged; :func:`digest` waits for it."""
+    if payload not in _DIGESTS and decoded_bytes(payload) >= _HASHED_BESIDE:
+        _DIGESTS[payload] = _HASHING.submit(_digest, payload)
 
 
 def digest(payload: Payload) -> str:
@@ -367,14 +382,14 @@ def digest(payload: Payload) -> str:
     SHA-256 is four times slower on one core; it took a third of the time from receiving an update to aggregating it.
     """
     known = _DIGESTS.get(payload)
-    if known is None:
-        known = _DIGESTS[payload] = _digest(payload)
+    if not isinstance(known, str):
+        known = _DIGESTS[payload] = _digest(payload) if known is None else known.result()
     return known
 
 
 @span("encode")
 def _digest(payload: Payload) -> str:
-    total = blake3(payload.KIND.encode())
+    total = blake3(payload.KIND.encode(), max_threads=_CORES if decoded_bytes(payload) >= _HASHED_BESIDE else 1)
     for name, spec in payload.FIELDS.items():
         value = getattr(payload, name)
         if isinstance(value, np.ndarray):

@@ -250,6 +250,7 @@ def weighted(
         damping=damping(aggregation.staleness, age),
         payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
         participation_weight=rarity,
+        modality_weight=1.0 if update.silo.paired else aggregation.single_weight,
         base=states[update.base_version],
     )
 

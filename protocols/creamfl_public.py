@@ -208,7 +208,7 @@ class CreamFlPublic(FederatedProtocol):
         targets: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
             read = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
-            uploads = [(factor, rows) for factor, rows in read if rows is not None]
+            uploads = [(factor, rows) for factor, rows in read if rows is not None and factor > 0]
             if uploads:
                 stacked = torch.stack([rows for _, rows in uploads])
                 factors = torch.tensor([factor for factor, _ in uploads])[:, None]

@@ -326,9 +326,10 @@ class FedCafe(FederatedProtocol):
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
         weights = aggregation.damped_of(weights, replies)
-        stale = torch.tensor([reply.staleness > 0 for reply in replies])
-        limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
-        return memory.capped(weights, limits)
+        counted = weights > 0  # the excess of a capped reply must not go to void ones
+        stale = torch.tensor([reply.staleness > 0 for reply in replies])[counted]
+        limits = torch.where(stale, self.options.cap / max(1, len(stale)), torch.inf).double()
+        return weights.masked_scatter(counted, memory.capped(weights[counted], limits))
 
 
 PROTOCOL = FedCafe

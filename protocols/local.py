@@ -90,8 +90,8 @@ class Alone(FederatedProtocol):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The coordinator's model keeps its initial values; personal models are evaluated."""
-        return Traits(personal_only=True, personalised=True)
+        """The coordinator's model keeps its initial values; personal models are evaluated; no reply has a weight."""
+        return Traits(personal_only=True, personalised=True, single_weight=False)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's personal model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.federation.protocol import Context, SiloFacts, Traits
 from protocols import fedavg
 from protocols.parts.losses import TauOptions
 
@@ -29,6 +29,11 @@ class PairedOnly(fedavg.FedAvg):
     def eligible(self, silo: SiloFacts) -> bool:
         """Paired silos."""
         return silo.paired
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """No single-modality silo replies."""
+        return Traits(single_weight=False)
 
 
 PROTOCOL = PairedOnly

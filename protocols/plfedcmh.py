@@ -230,8 +230,8 @@ class PlFedCmh(FederatedProtocol):
 
     @classmethod
     def traits_of(cls, options: PlFedCmhOptions) -> Traits:
-        """Every silo has a personal model, and is sent a mixture of its own."""
-        return Traits(personalised=True, model_per_silo=True)
+        """Every silo has a personal model, and is sent a mixture of its own, whose weights are learned."""
+        return Traits(personalised=True, model_per_silo=True, single_weight=False)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""

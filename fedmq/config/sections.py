@@ -127,6 +127,11 @@ class Aggregation(Part):
         description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
         "those of frequently merged silos down; null: no reweighting",
     )
+    single_weight: NonNegative = Field(
+        1.0,
+        description="factor of the weight of a single-modality silo's reply; 0 makes its updates void. Statistics that "
+        "a method does not weight, such as class prototypes, count in full",
+    )
     max_staleness: Whole | None = Field(
         None, ge=0, description="replies with a higher staleness are discarded; null: none are"
     )

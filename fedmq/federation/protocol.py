@@ -174,14 +174,16 @@ class Update:
     payloads: tuple[Payload, ...]  # the change of the parameters, and the statistics that the method has silos report
     # Weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
     participation_weight: float = 1.0
+    # Weight factor of a single-modality silo, ``aggregation.single_weight``; 1 for a silo with both modalities.
+    modality_weight: float = 1.0
     # The state that its task was created from, to interpret a stale update; None if it is the state that the reply is
     # merged into.
     base: State | None = None
 
     @property
     def factor(self) -> float:
-        """Factor of the reply's weight, applied before weights are normalised."""
-        return self.damping * self.participation_weight
+        """Factor of the reply's weight, applied before weights are normalised; 0 makes the reply void."""
+        return self.damping * self.participation_weight * self.modality_weight
 
     @property
     def _change(self) -> Delta | PartialDelta:
@@ -249,6 +251,8 @@ class Traits:
         our_reading: the method was reconstructed from an incomplete description; runs and tables report this.
         unpaired: what a silo with both modalities does with items that lack one: they are ``ignored`` and counted, or
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
+        single_weight: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
+            ``aggregation.single_weight`` applies.
     """
 
     pooled: bool = False
@@ -263,6 +267,7 @@ class Traits:
     model_per_silo: bool = False
     our_reading: bool = False
     unpaired: Literal["ignored", "anchored"] = "ignored"
+    single_weight: bool = True
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,10 @@ def damped_of(weights: Tensor, replies: Sequence[Update]) -> Tensor:
 
 
 def damped(weights: Tensor, factors: Tensor) -> Tensor:
-    """w_k h_k / sum_j w_j h_j: weights [M] multiplied by the replies' factors [M] and renormalised."""
+    """w_k h_k / sum_j w_j h_j: weights [M] times the replies' factors [M], renormalised; all 0 if every product is."""
     scaled = weights * factors
-    return scaled / scaled.sum()
+    total = scaled.sum()
+    return scaled if float(total) == 0.0 else scaled / total
 
 
 def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
@@ -230,7 +231,7 @@ def merge_updates(
     Args:
         theta: float32 [P].
         updates: M of them, in the fixed silo order.
-        weights: float64 [M], sum 1.
+        weights: float64 [M], sum 1, or all 0 if every reply is void.
         branches: each branch's slice; together they cover the buffer.
         branch_renorm: see above.
 

@@ -24,9 +24,9 @@ from fedmq.evaluation.recall import HEADLINE
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import State
-from fedmq.retrieval.released_model import OtherModelError, Release
+from fedmq.retrieval.released_model import Release
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.runs.release import ReleaseConfig, ReleasedInputs
+from fedmq.runs.release import OtherModelError, ReleaseConfig, ReleasedInputs
 from fedmq.runs.run_records import BestVersion, EvaluationLine, MetricsLine
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors

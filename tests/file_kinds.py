@@ -29,7 +29,7 @@ from fedmq.encoders.images import video_frames
 from fedmq.experiments import files
 from fedmq.launch.data_check import check_raw
 from fedmq.models.build import build
-from fedmq.retrieval.gallery import GalleryMeta, open_gallery
+from fedmq.retrieval.encoded_gallery import GalleryMeta, open_gallery, write_items
 from fedmq.retrieval.released_model import open_model
 from fedmq.retrieval.search import nearest_items
 from fedmq.runs.release import ReleaseConfig, ReleasedInputs, sign_model, verify_model
@@ -237,7 +237,7 @@ def _gallery(folder: Path) -> None:
     owner = np.array([0, 0, 1, 2, 2, 3, 3, 4, 4])
     for name, array in {"owner": owner, "image": image, "text": text}.items():
         np.save(folder / f"{name}.npy", array)
-    (folder / "items.json").write_text(json.dumps({"keys": keys, "captions": [["a", "b"]] * 5}))
+    write_items(folder / "items.jsonl", [(key, ["a", "b"]) for key in keys])
     write_json(folder / "gallery.json", meta.plain())
 
 

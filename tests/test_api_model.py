@@ -76,7 +76,7 @@ def test_a_model_without_its_run_embeds_as_the_run_itself(finished: Path, alone:
     found = model.embed_images([photos / name for name in names])
     expected = dict(zip(exported.items.keys, exported.array("image"), strict=True))
     assert np.abs(found - np.stack([expected[name] for name in names])).max() < 1e-6
-    captions = [exported.items.captions[row][0] for row in range(PHOTOS)]
+    captions = [exported.items[row].captions[0] for row in range(PHOTOS)]
     assert np.abs(model.embed_texts(captions) - exported.array("text")).max() < 1e-6
 
 

@@ -20,7 +20,8 @@ from fedmq.audit import membership_inference
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.retrieval import gallery, plots
-from fedmq.retrieval.released_model import OtherModelError, Release, open_release
+from fedmq.retrieval.released_model import Release, open_release
+from fedmq.runs.release import OtherModelError
 from tests import in_process_run, threaded_run
 from tests.command_line import completed, printed
 

@@ -25,7 +25,8 @@ from fedmq.evaluation import hamming
 from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval import gallery, search
-from fedmq.retrieval.gallery import Gallery, export
+from fedmq.retrieval.encoded_gallery import Gallery
+from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import Release, open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
@@ -252,12 +253,12 @@ def test_arrays_that_do_not_fit_their_description_are_refused(name: str, embeddi
 
 def test_a_gallery_that_is_damaged_or_another_models_is_refused(embeddings: Release, tmp_path: Path) -> None:
     made = export(embeddings)
-    rows, names = np.array(made.array("image")), made.folder / "items.json"
+    rows, names = np.array(made.array("image")), made.folder / "items.jsonl"
     rows[30] = np.nan
     np.save(made.folder / "image.npy", rows)
     with pytest.raises(InputError, match="found 'vectors that are not finite'"):
         by_item(embeddings, "000007", among="images", top=1)
-    names.write_text(json.dumps({name: values[:50] for name, values in json.loads(names.read_text()).items()}))
+    names.write_text("".join(names.read_text().splitlines(keepends=True)[:50]))
     with pytest.raises(InputError, match="50 items in a gallery of 150"):
         by_item(embeddings, "000003", top=60)
     other = export(open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0)))
@@ -344,7 +345,10 @@ def test_a_folder_of_images_is_read_through_symlinks_with_printable_names(
     (tmp_path / "pictures" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "pictures")
     monkeypatch.setattr(Release, "encoder", lambda *_: None)
-    assert gallery.of_folder(embeddings, tmp_path / "pictures").items().keys == ["caf\\xe9.png", "linked/a.png"]
+    assert [key for key, _ in gallery.of_folder(embeddings, tmp_path / "pictures").items()] == [
+        "caf\\xe9.png",
+        "linked/a.png",
+    ]
 
 
 def drawings(folder: Path) -> Path:
@@ -400,3 +404,18 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
     assert results("a car", "--gallery", images, "--top", 1)[0]["item"] == "1F697.png"
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
     assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0
+
+
+def test_an_item_of_an_encoded_gallery_is_searched_without_torch(embeddings: Release) -> None:
+    words = ["search", str(embeddings.run.root), "--item", "000007", "--top", "3", "--json"]
+    first = completed(*words)  # encodes the gallery
+    without = "import sys; sys.modules['torch'] = None; from fedmq.cli.main import main; main()"
+    second = subprocess.run(
+        [sys.executable, "-c", without, *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert json.loads(second.stdout)["results"] == json.loads(first.stdout)["results"]

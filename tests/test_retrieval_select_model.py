@@ -19,7 +19,8 @@ from fedmq.federation.population import build_population
 from fedmq.launch.released_runs import open_run_model
 from fedmq.retrieval import plots, search
 from fedmq.retrieval.gallery import export
-from fedmq.retrieval.released_model import OtherModelError, Release, open_release
+from fedmq.retrieval.released_model import Release, open_release
+from fedmq.runs.release import OtherModelError
 from tests import in_process_run
 from tests.command_line import fedmq
 from tests.threaded_run import resolved

@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_signed_folder_is_verified_also_after_a_search(keys: Path, model: Path) -> None:
     words = printed("sign", model, "--keys", keys).split("words of the key: ")[1].strip()
     (model / "gallery" / "photos-1").mkdir(parents=True)
-    (model / "gallery" / "photos-1" / "items.json").write_text("{}")
+    (model / "gallery" / "photos-1" / "items.jsonl").write_text("{}")
     assert "4 files are as coordinator signed them" in printed("verify", model, "--keys", keys)
     assert words in printed("verify", model)
 

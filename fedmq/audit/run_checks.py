@@ -214,7 +214,7 @@ def _release(
 
 
 def _other(path: Path, what: str, actual: str, expected: object) -> Iterator[Finding]:
-    # Same wording as fedmq.retrieval.released_model.OtherModelError, which a probe reports for the same discrepancy.
+    # Same wording as fedmq.runs.release.OtherModelError, which a probe reports for the same discrepancy.
     if actual != expected:
         yield Finding(
             Cause.RELEASE, str(path), f"{what} with digest {actual} instead of the run's own, with digest {expected}"

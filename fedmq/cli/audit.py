@@ -214,7 +214,8 @@ def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
-    from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
+    from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
+    from fedmq.runs.release import OtherModelError  # noqa: PLC0415
 
     try:
         release = open_release(run, "auto")  # the auditor's machine may lack the run's GPU

@@ -149,14 +149,21 @@ def search_command(
 
         check_header(image)
     from fedmq.data.raw_set import whole  # noqa: PLC0415
-    from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval import search  # noqa: PLC0415 - the files of a gallery, which --help does not need
+    from fedmq.retrieval.encoded_gallery import encoded_before  # noqa: PLC0415 - likewise
 
     for name, given in (("TEXT", text), ("--item", item)):
         whole(given or "", f"search: {name}")
     query = search.Query(text, image, item, side)
-    show = bar()
-    model = _released(run, device, silo, site, show)
-    result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)
+    ready = None
+    if item is not None and (chosen, silo, site, device) == (None, None, None, None):
+        ready = encoded_before(run)
+    if ready is not None:
+        result = search.find_item(ready, query, among=among, top=top)
+    else:
+        show = bar()
+        model = _released(run, device, silo, site, show)
+        result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)
     if as_json:
         measure = "distance" if result.gallery.binary else "cosine"
         facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}

@@ -1,23 +1,17 @@
 """Galleries: a data set or a folder of images, encoded by a released model for search.
 
-A gallery is a folder that is created atomically:
-
-    image.npy, text.npy   embeddings float32 [n, d] and [m, d], or codes uint8 [n, bytes], eight bits to a byte
-    owner.npy             the item of each caption, int64 [m]
-    items.json            keys, and the captions as text if the data set has any
-    gallery.json          its model and its source
+:mod:`fedmq.retrieval.encoded_gallery` describes its files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,56 +24,29 @@ from fedmq.config.site import Site, read_site
 from fedmq.config.yaml_files import read_yaml
 from fedmq.data import catalogue
 from fedmq.data.prepare import prepare
-from fedmq.data.prepared_arrays import Prepared, PreparedMeta, mapped
+from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.image_sets import files_below
 from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
+from fedmq.retrieval.encoded_gallery import (
+    FORMAT,
+    Array,
+    Gallery,
+    GalleryMeta,
+    folder_name,
+    open_gallery,
+    write_items,
+)
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.storage.cache import build_once, file_digest, key_of
-from fedmq.storage.json_files import Stored, read_json
+from fedmq.storage.json_files import read_json
 from fedmq.text import Progress
 
-Array = npt.NDArray[Any]
-Among = Literal["images", "captions"]
-
-FORMAT: Final = 1
 _BATCH = 256
-AGAIN = "an exported gallery; delete the folder to create it again"
-
-
-class GalleryMeta(Stored):
-    """``gallery.json``: model and source of a gallery."""
-
-    format: Literal[1]  # format of the folder
-    model_digest: str  # SHA-256 (hex) of the model
-    silo: str | None = None  # the silo whose personal model it is; None for the shared model
-    made_of: str = ""  # description of the source
-    binary: bool  # whether it holds codes, ranked by Hamming distance
-    bits: int | None = None  # length of a code; None for embeddings
-    dim: int | None = None  # width of an embedding; None for codes
-    items: int  # number of items
-    captions: int  # number of captions
-    # Metadata of the run's data set, with the shapes and labels needed to build its model; None if the model was used
-    # without its run.
-    prepared: PreparedMeta | None = None
-
-
-class Items(Stored):
-    """``items.json``: names and captions of a gallery's items."""
-
-    keys: list[str]  # names of the n items
-    captions: list[list[str]]  # captions of each item, as text; empty if the data set has vectors only
-
-    def caption(self, item: int, number: int = 0) -> str:
-        """One caption; empty if it is unknown."""
-        captions = self.captions[item]
-        return captions[number] if number < len(captions) else ""
-
-
 _FEATURES: Final = (".npz", ".safetensors")
 ALLOWED: Final = (
     "a folder of images, a scenario or site file (YAML) for its data, or with backbone features a features file "
@@ -163,7 +130,8 @@ class Source:
 
     name: str  # name of the gallery's folder
     described: str  # description for ``gallery.json``
-    items: Callable[[], Items]  # reads names and captions, which may take a while
+    # Reads the key and the captions of each item, which may take a while.
+    items: Callable[[], Sequence[tuple[str, list[str]]]]
     image: Callable[[], Iterable[Array]]  # inputs of the image tower, batch by batch
     text: Callable[[], Iterable[Array]] | None  # inputs of the text tower, likewise; None without captions
     owner: npt.NDArray[np.int64]  # int64 [m], the item of each caption
@@ -193,7 +161,7 @@ def of_data(
     return Source(
         name=name,
         described=f"{data.name} {prepared.digest}",
-        items=lambda: Items(keys=list(prepared.keys), captions=caption_texts(data, backbone, prepared.keys)),
+        items=lambda: list(zip(prepared.keys, caption_texts(data, backbone, prepared.keys), strict=True)),
         image=images,
         text=texts if counts.any() else None,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
@@ -217,21 +185,17 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     return Source(
         name=_named(release, folder.resolve().name, content),
         described=f"folder {folder.resolve().name}",
-        items=lambda: Items(keys=keys, captions=[[] for _ in keys]),
+        items=lambda: [(key, []) for key in keys],
         image=images,
         text=None,
         owner=np.zeros(0, np.int64),
     )
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "gallery"
-
-
 def _named(release: Release | ModelFolder, what: str, digest: str) -> str:
-    """Name of a gallery's folder: the source, the silo if its personal model is used, and a digest."""
-    silo = "" if isinstance(release, ModelFolder) or release.own is None else f"{release.own.silo}-"
-    return f"{_plain(what)}-{silo}{digest[:12]}"
+    """Name of the folder of a model's gallery."""
+    own = None if isinstance(release, ModelFolder) else release.own
+    return folder_name(what, None if own is None else own.silo, digest)
 
 
 def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report: Callable[[int], None]) -> Array:
@@ -252,59 +216,6 @@ def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report
         done += len(batch)
         report(done)
     return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """An exported gallery."""
-
-    folder: Path  # folder of its files
-    meta: GalleryMeta  # ``gallery.json``
-
-    @property
-    def binary(self) -> bool:
-        """Whether it holds codes, ranked by Hamming distance."""
-        return self.meta.binary
-
-    @property
-    def prepared(self) -> Prepared:
-        """Shapes and labels of the run's data set, without its data; building the model needs only these.
-
-        Raises:
-            InputError: the gallery was made by a model without its run.
-        """
-        if self.meta.prepared is None:
-            raise InputError(str(self.folder / "gallery.json"), "no description of the run's data", AGAIN)
-        return Prepared(self.folder, self.meta.prepared)
-
-    @cached_property
-    def items(self) -> Items:
-        """Names and captions."""
-        path = self.folder / "items.json"
-        stored, count = read_json(path, Items, AGAIN), self.meta.items
-        if not len(stored.keys) == len(stored.captions) == count:
-            raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", AGAIN)
-        return stored
-
-    def array(self, name: str) -> Array:
-        """One array, mapped from its file: ``image`` [n, .], ``text`` [m, .], or ``owner`` int64 [m].
-
-        Raises:
-            InputError: the file is damaged, or holds something else than ``gallery.json`` says.
-        """
-        path, rows = self.folder / f"{name}.npy", self.meta.items if name == "image" else self.meta.captions
-        width = self.meta.dim if self.meta.bits is None else -(-self.meta.bits // 8)
-        expected = ("i", rows) if name == "owner" else ("u" if self.binary else "f", rows, width)
-        array = mapped(path, AGAIN)
-        found = (array.dtype.kind, *array.shape)
-        if found != expected or (name == "owner" and not self._are_owners(array)):
-            shown = f"{found[0]} {list(found[1:])}, or other values"
-            raise InputError(str(path), shown, f"{expected[0]} {list(expected[1:])} of {AGAIN}")
-        return array
-
-    def _are_owners(self, array: Array) -> bool:
-        """Whether numbers of items ascend."""
-        return not len(array) or bool((np.diff(array) >= 0).all() and 0 <= array[0] <= array[-1] < self.meta.items)
 
 
 def export(release: Release | ModelFolder, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
@@ -408,7 +319,7 @@ def _fill(
         what = "images" if modality == "image" else "captions"
         return embed(model, modality, batches, lambda done: progress(what, done, total) if progress else None)
 
-    arrays = {"image": vectors("image", source.image(), len(items.keys))}
+    arrays = {"image": vectors("image", source.image(), len(items))}
     if source.text is not None:
         arrays["text"] = vectors("text", source.text(), len(source.owner))
     width: dict[str, object] = {"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}
@@ -417,19 +328,10 @@ def _fill(
         model_digest=used,
         made_of=source.described,
         binary=model.binary,
-        items=len(items.keys),
+        items=len(items),
         captions=len(source.owner),
     ).model_copy(update={**width, **about})
     for name, array in {"owner": source.owner, **arrays}.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / "items.json").write_text(json.dumps(items.plain()), encoding="utf-8")
+    write_items(folder / "items.jsonl", items)
     (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
-
-
-def open_gallery(folder: Path, used: str) -> Gallery:
-    """Open an exported gallery, which must have been encoded with the model of this digest."""
-    path = folder / "gallery.json"
-    meta = read_json(path, GalleryMeta, AGAIN)
-    if meta.model_digest != used:
-        raise InputError(str(path), f"a gallery of model {meta.model_digest[:12]}", f"of {used[:12]}: {AGAIN}")
-    return Gallery(folder, meta)

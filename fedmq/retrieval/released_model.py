@@ -20,26 +20,12 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.release import BESIDE, ReleaseConfig, beside, digests_of, parameters
-from fedmq.runs.results import read_summary
+from fedmq.runs.release import BESIDE, OtherModelError, ReleaseConfig, beside, parameters, released_config
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.codec import digest
 from fedmq.wire.payloads import Model, Payload
-
-
-class OtherModelError(InputError):
-    """The released files do not match the digests that the run recorded.
-
-    Args:
-        found: digest (hex) of its content.
-        expected: digest (hex) that the run recorded.
-        what: the content: a model, a memory, ...
-    """
-
-    def __init__(self, place: Path, found: str, expected: str, what: str = "a model") -> None:
-        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {expected}")
 
 
 @dataclass(frozen=True)
@@ -293,16 +279,7 @@ def open_release(root: Path, device: str | None = None) -> Release:
         OtherModelError: the release does not match the digests in the run's summary.
     """
     run = open_run(root)
-    path = run.model / "config.json"
-    if not path.is_file():
-        raise InputError(str(root), "no released model in it", "the folder of a finished run")
-    config = read_json(path, ReleaseConfig, "the configuration of a released model")
-    # A release may be copied without its run; the summary, if present, reveals an exchanged release.
-    if run.summary.is_file():
-        released, expected = digests_of(config), digests_of(read_summary(run))
-        for what in sorted(released.keys() | expected.keys()):
-            if released.get(what, "nothing") != expected.get(what, "nothing"):
-                raise OtherModelError(path, released.get(what, "nothing"), expected.get(what, "nothing"), what)
+    config = released_config(run)
     scenario = load(run.scenario)
     place = device_of(device or scenario.device)
     backbone, objective = scenario.backbone, scenario.objective

@@ -1,23 +1,26 @@
-"""Search a gallery with a released model, by a text, an image, or an item of the gallery."""
+"""Search a gallery with a released model, by a text, an image, or an item of the gallery.
+
+An item of an encoded gallery is searched without torch: importing it takes longer than the search.
+"""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from fedmq.config.sections import Modality
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
-from fedmq.retrieval.gallery import AGAIN, Among, Gallery, embed, export
-from fedmq.retrieval.released_model import ModelFolder, Release
+from fedmq.retrieval.encoded_gallery import AGAIN, Among, Array, Gallery
 from fedmq.text import Progress, printable
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    from fedmq.retrieval.released_model import ModelFolder, Release
+
 #: Rows whose products are held at a time.
 _BLOCK: Final = 4096
 
@@ -94,18 +97,28 @@ def find(
         InputError: the item or image does not exist, the model has no encoder for a free query, the gallery has no
             captions to search, or a model without its run got no folder of images.
     """
+    from fedmq.retrieval.gallery import embed, export  # noqa: PLC0415 - imports torch
+    from fedmq.retrieval.released_model import Release  # noqa: PLC0415 - likewise
+
+    if query.item is not None:
+        return find_item(export(release, chosen, progress), query, among=among, top=top)
     # Encode the query first: if it cannot be read, the user need not wait minutes for the gallery.
-    encoded = None if query.item is not None else _encoded(release, query)
-    gallery = export(release, chosen, progress)
-    if encoded is None:
-        vector = _item_vector(gallery, str(query.item), query.modality)
+    encoded = _encoded(release, query)
+    gallery, modalities = export(release, chosen, progress), (query.modality,)
+    if isinstance(release, Release) and release.scenario.data is not None:
+        model = release.retriever(gallery.prepared, modalities)
     else:
-        modalities = (query.modality,)
-        if isinstance(release, ModelFolder) or release.scenario.data is None:
-            model = release.alone(modalities)
-        else:
-            model = release.retriever(gallery.prepared, modalities)
-        vector = embed(model, query.modality, [encoded], lambda _: None)
+        model = release.alone(modalities)
+    vector = embed(model, query.modality, [encoded], lambda _: None)
+    return _found(gallery, query, vector, among, top)
+
+
+def find_item(gallery: Gallery, query: Query, *, among: Among | None = None, top: int = 10) -> SearchHits:
+    """Search an encoded gallery for one of its items; arguments and errors as in :func:`find`."""
+    return _found(gallery, query, _item_vector(gallery, str(query.item), query.modality), among, top)
+
+
+def _found(gallery: Gallery, query: Query, vector: Array, among: Among | None, top: int) -> SearchHits:
     other: Among = "images" if query.modality == "text" or not gallery.meta.captions else "captions"
     place = among or other
     return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
@@ -120,12 +133,12 @@ def _encoded(release: Release | ModelFolder, query: Query) -> Array:
 
 
 def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
-    keys = gallery.items.keys
-    if key not in keys:
+    item = gallery.items.row(key)
+    if item is None:
+        keys = gallery.items.keys
         near = difflib.get_close_matches(key, keys, 3, 0.5) or list(keys[:3])
         allowed = f"one of the gallery's {len(keys)} items, e.g. {', '.join(map(printable, near))}"
         raise InputError("--item", key, allowed)
-    item = keys.index(key)
     if side == "image":
         return gallery.array("image")[item : item + 1]
     if not gallery.meta.captions:
@@ -144,16 +157,18 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
     items = gallery.items
     if among == "images":
         places = _nearest(gallery, vector, among, top)
-        return [Hit(r, score, items.keys[i], items.caption(i)) for r, (score, i) in enumerate(places, 1)]
+        found = [(rank, score, items[row]) for rank, (score, row) in enumerate(places, 1)]
+        return [Hit(rank, score, item.key, item.caption()) for rank, score, item in found]
     owner = gallery.array("owner")
     most = int(np.bincount(owner).max())
     hits: dict[int, Hit] = {}
     # No item has more than `most` captions, so these belong to at least `top` items.
     for score, place in _nearest(gallery, vector, among, most * top):
-        item = int(owner[place])
-        if item not in hits and len(hits) < top:
-            caption = items.caption(item, place - int(np.searchsorted(owner, item)))
-            hits[item] = Hit(len(hits) + 1, score, items.keys[item], caption)
+        row = int(owner[place])
+        if row not in hits and len(hits) < top:
+            item = items[row]
+            caption = item.caption(place - int(np.searchsorted(owner, row)))
+            hits[row] = Hit(len(hits) + 1, score, item.key, caption)
     return list(hits.values())
 
 

@@ -26,11 +26,11 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
 from fedmq.runs.result_limits import gallery_of, meaningful
-from fedmq.runs.results import with_own_figures
+from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular
-from fedmq.storage.run_folder import write_json
+from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.fields import FieldError
 from fedmq.wire.keys import Identity, public_key_of
 from fedmq.wire.layout import MAX_BYTES, Layout
@@ -138,6 +138,39 @@ def digests_of(record: RunSummary | ReleaseConfig) -> dict[str, str]:
 def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) -> dict[str, str]:
     """Digests (hex) of a release by name in messages; ``nothing`` if the data have none."""
     return {"a model": model, "data": data or "nothing", **with_it}
+
+
+class OtherModelError(InputError):
+    """The released files do not match the digests that the run recorded.
+
+    Args:
+        found: digest (hex) of its content.
+        expected: digest (hex) that the run recorded.
+        what: the content: a model, a memory, ...
+    """
+
+    def __init__(self, place: Path, found: str, expected: str, what: str = "a model") -> None:
+        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {expected}")
+
+
+def released_config(run: RunFolder) -> ReleaseConfig:
+    """The configuration of a finished run's release.
+
+    Raises:
+        InputError: the run has no released model.
+        OtherModelError: the release does not match the digests in the run's summary.
+    """
+    path = run.model / "config.json"
+    if not path.is_file():
+        raise InputError(str(run.root), "no released model in it", "the folder of a finished run")
+    config = read_json(path, ReleaseConfig, "the configuration of a released model")
+    # A release may be copied without its run; the summary, if present, reveals an exchanged release.
+    if run.summary.is_file():
+        released, expected = digests_of(config), digests_of(read_summary(run))
+        for what in sorted(released.keys() | expected.keys()):
+            if released.get(what, "nothing") != expected.get(what, "nothing"):
+                raise OtherModelError(path, released.get(what, "nothing"), expected.get(what, "nothing"), what)
+    return config
 
 
 SIGNATURE: Final = "signature.json"

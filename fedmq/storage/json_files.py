@@ -67,7 +67,7 @@ def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
     Raises:
         InputError: the file cannot be read, is not JSON, or does not match the schema; names the first invalid key.
     """
-    return _checked(str(path), read_regular(path, allowed), schema, allowed)
+    return checked_json(str(path), read_regular(path, allowed), schema, allowed)
 
 
 def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Record]:
@@ -86,10 +86,21 @@ def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Recor
     with open_regular(path, allowed) as file:
         for number, line in bounded_lines(path, file, allowed):
             if line.endswith(b"\n"):
-                yield _checked(f"{path}: line {number}", line, schema, allowed)
+                yield checked_json(f"{path}: line {number}", line, schema, allowed)
 
 
-def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Record:
+def checked_json(place: str, text: bytes, schema: type[Record], allowed: str) -> Record:
+    """A JSON object from its text.
+
+    Args:
+        place: where it was found, for the error.
+        text: UTF-8.
+        schema: type of the object.
+        allowed: what it should be, for the error.
+
+    Raises:
+        InputError: it is not JSON, or does not match the schema; names the first invalid key.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

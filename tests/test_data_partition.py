@@ -222,15 +222,28 @@ def test_the_configured_fraction_of_silos_lacks_one_modality_and_none_lacks_both
     rate: float, silos: int, seed: int
 ) -> None:
     names = [f"silo-{index:02d}" for index in range(silos)]
-    flags = partition.modalities(MissingModality(rate=rate, seed=seed), names)
+    flags = partition.modalities(MissingModality(rate=rate, seed=seed), names, 0)
     assert sum(not (image and text) for image, text in flags) == round(rate * silos)
     assert all(image or text for image, text in flags)
 
 
 def test_missing_modalities_listed_by_name_are_applied_as_listed() -> None:
     listed = MissingModality(silos={"silo-01": "image", "silo-02": "text"})
-    flags = partition.modalities(listed, ["silo-00", "silo-01", "silo-02"])
+    flags = partition.modalities(listed, ["silo-00", "silo-01", "silo-02"], 0)
     assert flags == ((True, True), (True, False), (False, True))
+
+
+def test_who_lacks_a_modality_varies_with_the_runs_seed_unless_it_has_its_own() -> None:
+    names, present = [f"silo-{index:02d}" for index in range(30)], all_present(40)
+    varying, fixed = (
+        [partition.modalities(missing, names, seed) for seed in (0, 1, 42)]
+        for missing in (MissingModality(rate=0.5), MissingModality(rate=0.5, seed=42))
+    )
+    assert len(set(varying)) == 3
+    assert set(fixed) == {varying[2]}
+    items = MissingModality(per="item", rate=0.5)
+    first, second = (without_dropped(present, np.arange(40), items, seed) for seed in (0, 1))
+    assert not np.array_equal(first, second)
 
 
 # ------------------------------------------------------------------------------------------------------------- splits
@@ -312,14 +325,14 @@ def test_a_rate_takes_apart_that_many_training_pairs_only(rate: float, seed: int
     before, train = all_present(40), np.arange(5, 30)
     given_only = only if rate > 0 else None
     missing = MissingModality.model_validate({"per": "item", "rate": rate, "seed": seed, "only": given_only})
-    after = without_dropped(before, train, missing)
+    after = without_dropped(before, train, missing, 9)
     changed = np.flatnonzero(~after.all(axis=1))
     assert len(changed) == round(rate * 25)
     assert set(changed) <= set(train)
     assert after.any(axis=1).all()
     if given_only:
         assert after[changed, 0].all() == (given_only == "image") or not len(changed)
-    assert np.array_equal(after, without_dropped(before, train, missing))
+    assert np.array_equal(after, without_dropped(before, train, missing, 9))
 
 
 @settings(max_examples=50)

@@ -271,8 +271,8 @@ def test_triplets_of_eq3_use_the_distance_and_margin_of_the_base() -> None:
 # --------------------------------------------------------------------------------------------------- paper's setting
 def test_all_silos_hold_only_images_if_configured() -> None:
     names = [f"silo-{i:02d}" for i in range(20)]
-    assert modalities(MissingModality(rate=1.0, only="image"), names) == ((True, False),) * 20
-    half = modalities(MissingModality(rate=0.5, only="text"), names)
+    assert modalities(MissingModality(rate=1.0, only="image"), names, 0) == ((True, False),) * 20
+    half = modalities(MissingModality(rate=0.5, only="text"), names, 0)
     assert sorted(set(half)) == [(False, True), (True, True)]
     assert half.count((False, True)) == 10
 

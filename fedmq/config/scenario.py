@@ -224,13 +224,19 @@ class MissingModality(Part):
         "captions and captions without images",
     )
     rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
-    seed: Whole = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
+    seed: Whole | None = Field(
+        None, ge=0, description="seed of the assignment; null: the run's seed, so that it varies over seeds"
+    )
     only: Literal["image", "text"] | None = Field(
         None, description="modality that these silos or items keep; null: drawn, both equally likely"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
         default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
     )
+
+    def seed_in(self, run_seed: int) -> int:
+        """The seed of the assignment in a run with this seed."""
+        return run_seed if self.seed is None else self.seed
 
     @model_validator(mode="after")
     def _one_way(self) -> MissingModality:

@@ -362,11 +362,11 @@ def _shard_counts(sizes: I64, proportions: F64) -> I64:
 
 
 # --------------------------------------------------------------------------- missing modalities
-def modalities(missing: MissingModality, names: Sequence[str]) -> tuple[tuple[bool, bool], ...]:
+def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) -> tuple[tuple[bool, bool], ...]:
     """Whether each silo has images and whether it has texts.
 
     Silos with one modality are listed by name, or round(rate * K) of them are sampled and keep ``missing.only``, or
-    either modality with equal probability. Sampling has its own seed, independent of the run's (RCSR always uses 42).
+    either modality with equal probability. They are sampled by ``missing.seed`` (RCSR always uses 42), or by the run's.
 
     Returns:
         (image, text) of each silo, in the order of ``names``.
@@ -374,7 +374,7 @@ def modalities(missing: MissingModality, names: Sequence[str]) -> tuple[tuple[bo
     if missing.silos:
         only = dict(missing.silos)
     else:
-        generator = numpy_generator(missing.seed, "missing_modality")
+        generator = numpy_generator(missing.seed_in(run_seed), "missing_modality")
         chosen = generator.permutation(len(names))[: round(missing.rate * len(names))]
         coins = generator.random(len(chosen)) < 0.5
         drawn = [missing.only or ("image" if coin else "text") for coin in coins]

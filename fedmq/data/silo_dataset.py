@@ -73,7 +73,7 @@ def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> 
     return images > 0, texts > 0
 
 
-def without_dropped(present: Present, train: I64, missing: MissingModality) -> Present:
+def without_dropped(present: Present, train: I64, missing: MissingModality, run_seed: int) -> Present:
     """The modalities of each item after ``missing_modality.per: item`` has removed one of some training pairs.
 
     round(rate * n) of the n training pairs lose a modality, the same ones in every partition. They keep
@@ -83,6 +83,7 @@ def without_dropped(present: Present, train: I64, missing: MissingModality) -> P
         present: bool [n, 2], as in the data set.
         train: int64 [m], rows of the training split.
         missing: the scenario's section; with ``per: silo`` nothing is removed.
+        run_seed: the scenario's seed, by which the items are drawn unless the section has its own.
 
     Returns:
         bool [n, 2].
@@ -90,7 +91,7 @@ def without_dropped(present: Present, train: I64, missing: MissingModality) -> P
     pairs = train[np.asarray(present)[train].all(axis=1)]
     if missing.per != "item" or not len(pairs):
         return present
-    generator = numpy_generator(missing.seed, "missing_modality", "items")
+    generator = numpy_generator(missing.seed_in(run_seed), "missing_modality", "items")
     chosen = pairs[generator.permutation(len(pairs))[: round(missing.rate * len(pairs))]]
     keeps_image = generator.random(len(chosen)) < 0.5
     if missing.only is not None:

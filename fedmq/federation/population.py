@@ -231,7 +231,7 @@ def build_population(
     train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
     dropped = None
     if scenario.missing_modality.per == "item" and not pooled:
-        dropped = without_dropped(prepared.present, prepared.rows("train"), scenario.missing_modality)
+        dropped = without_dropped(prepared.present, prepared.rows("train"), scenario.missing_modality, scenario.seed)
     silos = _facts(scenario, train, prepared.present if dropped is None else dropped)
     fold = scenario.evaluation.fold_size
     if fold is not None and fold > len(evaluated):
@@ -254,7 +254,8 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
     """
     missing, names, silos = scenario.missing_modality, scenario.silo_names, list[SiloFacts]()
     whole = missing if missing.per == "silo" else MissingModality()
-    for index, (name, (image, text)) in enumerate(zip(names, partition.modalities(whole, names), strict=True)):
+    has = partition.modalities(whole, names, scenario.seed)
+    for index, (name, (image, text)) in enumerate(zip(names, has, strict=True)):
         held = modalities_held(train[index], present, image=image, text=text)
         if not any(held):
             only = "an image" if image else "captions"

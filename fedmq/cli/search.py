@@ -22,7 +22,7 @@ from fedmq.text import print_json, print_line, printable
 if TYPE_CHECKING:
     from fedmq.retrieval.plots import Runs
     from fedmq.retrieval.released_model import ModelFolder, Release
-    from fedmq.retrieval.search import Hit
+    from fedmq.retrieval.search import Hit, SearchHits
 
 #: Shows progress: what, done, total.
 Show = Callable[[str, int, int], None]
@@ -165,12 +165,17 @@ def search_command(
         model = _released(run, device, silo, site, show)
         result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)
     if as_json:
-        measure = "distance" if result.gallery.binary else "cosine"
-        facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}
-        results = [dataclasses.asdict(hit) for hit in result.hits]
-        print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
-        return
-    out.print(hits_table(result.hits, binary=result.gallery.binary))
+        _print_hits(result)
+    else:
+        out.print(hits_table(result.hits, binary=result.gallery.binary))
+
+
+def _print_hits(result: SearchHits) -> None:
+    """The results of a search as JSON."""
+    measure = "distance" if result.gallery.binary else "cosine"
+    facts = {"gallery": str(result.gallery.folder), "among": result.among, "measure": measure}
+    results = [dataclasses.asdict(hit) for hit in result.hits]
+    print_json({**facts, "results": results}, indent=None, ascii_only=not writes_unicode())
 
 
 def hits_table(hits: Sequence[Hit], *, binary: bool) -> Table:

@@ -234,10 +234,6 @@ class MissingModality(Part):
         default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
     )
 
-    def seed_in(self, run_seed: int) -> int:
-        """The seed of the assignment in a run with this seed."""
-        return run_seed if self.seed is None else self.seed
-
     @model_validator(mode="after")
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:

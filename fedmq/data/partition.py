@@ -362,6 +362,11 @@ def _shard_counts(sizes: I64, proportions: F64) -> I64:
 
 
 # --------------------------------------------------------------------------- missing modalities
+def mask_seed(missing: MissingModality, run_seed: int) -> int:
+    """The seed by which the silos or items that lack a modality are drawn, in a run with this seed."""
+    return run_seed if missing.seed is None else missing.seed
+
+
 def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) -> tuple[tuple[bool, bool], ...]:
     """Whether each silo has images and whether it has texts.
 
@@ -374,7 +379,7 @@ def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) ->
     if missing.silos:
         only = dict(missing.silos)
     else:
-        generator = numpy_generator(missing.seed_in(run_seed), "missing_modality")
+        generator = numpy_generator(mask_seed(missing, run_seed), "missing_modality")
         chosen = generator.permutation(len(names))[: round(missing.rate * len(names))]
         coins = generator.random(len(chosen)) < 0.5
         drawn = [missing.only or ("image" if coin else "text") for coin in coins]

@@ -9,7 +9,7 @@ import torch
 from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import PartialDelta
-from protocols import creamfl, fedmekt, mfcpl
+from protocols import creamfl, fedmekt, mfcpl, moon
 from protocols.parts import aggregation, training
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.personal_model import OWN
@@ -117,7 +117,26 @@ def test_mfcpl_draws_the_mean_of_a_pair_and_contrasts_each_modality_with_the_com
     assert float(torch.stack(terms).sum()) == pytest.approx(expected, rel=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------------------ CreamFL
+# ------------------------------------------------------------------------------------------------------ MOON, CreamFL
+def test_moons_gradient_is_that_of_its_equation(x: Inputs) -> None:
+    """By central differences of the equation, written as a fraction of exponentials."""
+
+    def contrast(z: np.ndarray) -> float:
+        cosines = [(unit(z) * unit(other)).sum(1) for other in (x["zg"], *x["zprev"])]
+        likelihoods = np.exp(np.array(cosines) / 0.5)
+        return float(-np.log(likelihoods[0] / likelihoods.sum(0)).mean())
+
+    z = t(x["z"]).requires_grad_()
+    value = moon.model_contrast(z, t(x["zg"]), list(t(x["zprev"])), 0.5)
+    (gradient,) = torch.autograd.grad(value, z)
+    assert float(value.detach()) == pytest.approx(contrast(x["z"]), rel=1e-12)
+    for place in np.ndindex(2, 3):
+        step = np.zeros_like(x["z"])
+        step[place] = 1e-6
+        slope = (contrast(x["z"] + step) - contrast(x["z"] - step)) / 2e-6
+        assert float(gradient[place]) == pytest.approx(slope, abs=1e-8)
+
+
 def test_creamfl_sums_the_contrast_between_modalities_and_averages_the_one_within(x: Inputs) -> None:
     codes, shared, last = (
         {"image": unit(image), "text": unit(text)} for image, text in zip(x["f"], (x["zg"], *x["zprev"]), strict=True)

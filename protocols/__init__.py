@@ -157,7 +157,7 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
         pooled=traits.pooled,
         personal_only=traits.personal_only,
         needs_public=traits.needs_public,
-        single_weight=traits.single_weight,
+        weighs_single_silos=traits.weighs_single_silos,
         without_effect=tuple(without_effect(options, around)),
         begins=tuple(beginnings(options, around)),
     )

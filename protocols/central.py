@@ -34,7 +34,7 @@ class Central(fedavg.FedAvg):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """The training data are pooled."""
-        return Traits(pooled=True, single_weight=False)
+        return Traits(pooled=True, weighs_single_silos=False)
 
 
 PROTOCOL = Central

@@ -326,7 +326,7 @@ class FedCafe(FederatedProtocol):
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
         weights = aggregation.damped_of(weights, replies)
-        # The excess of a capped reply must not go to void ones; a weight of 0 may also be a softmax's smallest.
+        # Replies whose factor is 0 get nothing of the excess. A weight may be 0 without it: a softmax underflows.
         counted = torch.tensor([reply.factor > 0 for reply in replies])
         stale = torch.tensor([reply.staleness > 0 for reply in replies])[counted]
         limits = torch.where(stale, self.options.cap / max(1, len(stale)), torch.inf).double()

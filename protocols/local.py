@@ -91,7 +91,7 @@ class Alone(FederatedProtocol):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """The coordinator's model keeps its initial values; personal models are evaluated; no reply has a weight."""
-        return Traits(personal_only=True, personalised=True, single_weight=False)
+        return Traits(personal_only=True, personalised=True, weighs_single_silos=False)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's personal model."""

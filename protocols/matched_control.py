@@ -1,8 +1,9 @@
-"""The matched control: FedAvg whose single-modality silos are sampled as always and train nothing.
+"""The matched control: FedAvg that samples single-modality silos as always, but has them train nothing.
 
-The control of claims about single-modality silos: rounds sample the same silos as in every other row, and paired silos
-get the same tasks. It is ``fedavg`` with ``aggregation.single_weight: 0``, without the training of the void updates.
-``paired_only`` differs: it samples among the paired silos alone.
+A method that claims to learn from single-modality silos has to beat it: each round samples the same silos as for
+every other method, and paired silos get the same tasks. It equals ``fedavg`` with ``aggregation.single_weight: 0``,
+where single-modality silos train although their updates do not count. ``paired_only`` samples from the paired silos
+alone.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from protocols.parts import training
 
 
 class MatchedControl(fedavg.FedAvg):
-    """FedAvg of paired silos' updates among all silos, see the module docstring."""
+    """FedAvg over all silos, in which only paired silos train."""
 
     @classmethod
     def traits_of(cls, options: fedavg.FedAvgOptions) -> Traits:
         """Single-modality silos have no update to weight."""
-        return Traits(single_weight=False)
+        return Traits(weighs_single_silos=False)
 
     def work(self, local: Local, task: Task) -> training.Work | None:
         """FedAvg's for a paired silo; None for another."""

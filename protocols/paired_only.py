@@ -33,7 +33,7 @@ class PairedOnly(fedavg.FedAvg):
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
         """No single-modality silo replies."""
-        return Traits(single_weight=False)
+        return Traits(weighs_single_silos=False)
 
 
 PROTOCOL = PairedOnly

@@ -231,7 +231,7 @@ class PlFedCmh(FederatedProtocol):
     @classmethod
     def traits_of(cls, options: PlFedCmhOptions) -> Traits:
         """Every silo has a personal model, and is sent a mixture of its own, whose weights are learned."""
-        return Traits(personalised=True, model_per_silo=True, single_weight=False)
+        return Traits(personalised=True, model_per_silo=True, weighs_single_silos=False)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update of the mixture, the loss, and class prototypes."""

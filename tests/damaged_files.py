@@ -241,12 +241,12 @@ def _write_safetensors(parts: Sequence[Any]) -> bytes:
     return len(header).to_bytes(8, "little") + header + parts[1]
 
 
-def _read_npz(content: bytes) -> dict[str, Any]:
+def _read_npz(content: bytes) -> dict[str, np.ndarray]:
     with np.load(io.BytesIO(content), allow_pickle=False) as stored:
         return dict(stored)
 
 
-def _read_hdf5(content: bytes) -> dict[str, Any]:
+def _read_hdf5(content: bytes) -> dict[str, np.ndarray]:
     with h5py.File(io.BytesIO(content)) as opened:
         return {name: opened[name][()] for name in opened}
 

@@ -21,9 +21,8 @@ from tests.small_federation import SmallFederation, population
 from tests.test_federation_staleness import replies, setting
 from tests.threaded_run import resolved
 
-NAMES = [
-    name for name in protocols.names() if protocols.load(name).traits_of(protocols.load(name).Options()).single_weight
-]
+METHODS = {name: protocols.load(name) for name in protocols.names()}
+NAMES = [name for name, kind in METHODS.items() if kind.traits_of(kind.Options()).weighs_single_silos]
 #: It trains the model at the coordinator, on public items, so that no reply has to count for it to change.
 AT_THE_COORDINATOR = {"creamfl_public"}
 
@@ -33,7 +32,7 @@ def weighted(given: Sequence[Update], factor: float) -> list[Update]:
 
 
 def test_every_method_that_averages_updates_by_their_factor_has_the_weight() -> None:
-    without = set(protocols.names()) - set(NAMES)
+    without = METHODS.keys() - set(NAMES)
     assert without == {"local", "central", "fedproto", "plfedcmh", "paired_only", "matched_control"}
 
 
@@ -47,7 +46,7 @@ def test_the_weight_changes_a_merge_with_both_kinds_of_silos(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in AT_THE_COORDINATOR])
-def test_a_merge_of_void_replies_leaves_the_model_unchanged(name: str) -> None:
+def test_a_merge_of_replies_that_do_not_count_leaves_the_model_unchanged(name: str) -> None:
     run = population(name)
     void = [reply for reply in weighted(run.replies(), 0.0) if not reply.silo.paired]
     state = run.protocol.merge(run.state, void, 0).state
@@ -55,7 +54,7 @@ def test_a_merge_of_void_replies_leaves_the_model_unchanged(name: str) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in state.tensors.values() if tensor.is_floating_point())
 
 
-def test_the_representations_of_void_replies_are_not_distilled() -> None:
+def test_the_representations_of_replies_that_do_not_count_are_not_distilled() -> None:
     run = population("creamfl_public")
     given = weighted(run.replies(), 0.0)
     paired = [reply for reply in given if reply.silo.paired]
@@ -65,7 +64,7 @@ def test_the_representations_of_void_replies_are_not_distilled() -> None:
     assert all(torch.equal(both[name], alone[name]) for name in ("image", "text"))
 
 
-def test_fedcafe_gives_void_replies_nothing_of_a_stale_silos_excess() -> None:
+def test_fedcafe_gives_replies_of_factor_0_nothing_of_a_stale_silos_excess() -> None:
     run = population("fedcafe", {"cap": 1.0})
     given = [replace(each, staleness=1) for each in weighted(run.replies(), 0.0)[:3]]
     weights = run.protocol._weights(torch.ones(3, dtype=torch.float64), given)  # type: ignore[attr-defined]
@@ -92,7 +91,7 @@ def test_in_async_mode_the_weight_scales_the_step(tiny: Path) -> None:
     assert not bool(nothing.any())
 
 
-def test_robust_rules_do_not_compare_void_replies() -> None:
+def test_robust_rules_do_not_compare_replies_of_factor_0() -> None:
     run = population("fedavg", kinds=[(True, True)] * 3 + [(True, False)])
     run.round()
     given = weighted(run.replies(), 0.0)
@@ -119,7 +118,7 @@ def rounds_of(run: SmallFederation, factor: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base", ["info_nce", "dcmh"])
-def test_the_matched_control_is_fedavg_with_void_single_modality_silos_to_the_bit(base: str) -> None:
+def test_the_matched_control_is_fedavg_with_single_weight_0_to_the_bit(base: str) -> None:
     objective = Objective() if base == "info_nce" else Objective(base=base, bits=8, hidden=16)
     control, void = (rounds_of(population(name, objective=objective), 0.0) for name in ("matched_control", "fedavg"))
     assert torch.equal(control, void)

@@ -150,14 +150,14 @@ def search_command(
         check_header(image)
     from fedmq.data.raw_set import whole  # noqa: PLC0415
     from fedmq.retrieval import search  # noqa: PLC0415 - the files of a gallery, which --help does not need
-    from fedmq.retrieval.encoded_gallery import encoded_before  # noqa: PLC0415 - likewise
+    from fedmq.retrieval.encoded_gallery import existing_gallery  # noqa: PLC0415 - likewise
 
     for name, given in (("TEXT", text), ("--item", item)):
         whole(given or "", f"search: {name}")
     query = search.Query(text, image, item, side)
     ready = None
     if item is not None and (chosen, silo, site, device) == (None, None, None, None):
-        ready = encoded_before(run)
+        ready = existing_gallery(run)
     if ready is not None:
         result = search.find_item(ready, query, among=among, top=top)
     else:

@@ -38,7 +38,7 @@ class MethodFacts:
         pooled: it trains centrally on all silos' data, as an upper bound.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         needs_public: it needs a data set that marks public items.
-        single_weight: ``aggregation.single_weight`` applies to it.
+        weighs_single_silos: ``aggregation.single_weight`` applies to it.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
         begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
             round is the default.
@@ -48,7 +48,7 @@ class MethodFacts:
     pooled: bool
     personal_only: bool
     needs_public: bool
-    single_weight: bool
+    weighs_single_silos: bool
     without_effect: tuple[tuple[str, object, str], ...]
     begins: tuple[tuple[str, int, str, bool], ...] = ()
 
@@ -260,7 +260,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         if scenario.data is None and method.needs_public:
             allowed = "a method without public items: with partition.kind own the sites state none"
             raise InputError("protocol.name", scenario.protocol.label, allowed)
-        if scenario.aggregation.single_weight != 1 and not method.single_weight:
+        if scenario.aggregation.single_weight != 1 and not method.weighs_single_silos:
             allowed = f"1: {scenario.protocol.label} gives no single-modality silo's reply a weight"
             raise InputError("aggregation.single_weight", scenario.aggregation.single_weight, allowed)
         objective = known.objective_facts(scenario.objective)

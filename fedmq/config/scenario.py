@@ -225,7 +225,7 @@ class MissingModality(Part):
     )
     rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
     seed: Whole | None = Field(
-        None, ge=0, description="seed of the assignment; null: the run's seed, so that it varies over seeds"
+        None, ge=0, description="seed that draws which silos or items lack a modality; null: the run's seed"
     )
     only: Literal["image", "text"] | None = Field(
         None, description="modality that these silos or items keep; null: drawn, both equally likely"

@@ -129,8 +129,8 @@ class Aggregation(Part):
     )
     single_weight: NonNegative = Field(
         1.0,
-        description="factor of the weight of a single-modality silo's reply; 0 makes its updates void. Statistics that "
-        "a method does not weight, such as class prototypes, count in full",
+        description="factor of the weight of a single-modality silo's reply; with 0 its update does not count. "
+        "Statistics that a method does not weight, such as class prototypes, always count in full",
     )
     max_staleness: Whole | None = Field(
         None, ge=0, description="replies with a higher staleness are discarded; null: none are"

@@ -362,8 +362,8 @@ def _shard_counts(sizes: I64, proportions: F64) -> I64:
 
 
 # --------------------------------------------------------------------------- missing modalities
-def mask_seed(missing: MissingModality, run_seed: int) -> int:
-    """The seed by which the silos or items that lack a modality are drawn, in a run with this seed."""
+def assignment_seed(missing: MissingModality, run_seed: int) -> int:
+    """The seed that draws which silos or items lack a modality: the section's own, else the run's."""
     return run_seed if missing.seed is None else missing.seed
 
 
@@ -371,7 +371,7 @@ def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) ->
     """Whether each silo has images and whether it has texts.
 
     Silos with one modality are listed by name, or round(rate * K) of them are sampled and keep ``missing.only``, or
-    either modality with equal probability. They are sampled by ``missing.seed`` (RCSR always uses 42), or by the run's.
+    either modality with equal probability. ``missing.seed`` draws them (RCSR always uses 42), or else ``run_seed``.
 
     Returns:
         (image, text) of each silo, in the order of ``names``.
@@ -379,7 +379,7 @@ def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) ->
     if missing.silos:
         only = dict(missing.silos)
     else:
-        generator = numpy_generator(mask_seed(missing, run_seed), "missing_modality")
+        generator = numpy_generator(assignment_seed(missing, run_seed), "missing_modality")
         chosen = generator.permutation(len(names))[: round(missing.rate * len(names))]
         coins = generator.random(len(chosen)) < 0.5
         drawn = [missing.only or ("image" if coin else "text") for coin in coins]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedmq.config.scenario import MissingModality
-from fedmq.data.partition import mask_seed
+from fedmq.data.partition import assignment_seed
 from fedmq.data.prepared_arrays import Prepared, Present, first_rows, mapped
 from fedmq.seeds import numpy_generator
 
@@ -92,7 +92,7 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
     pairs = train[np.asarray(present)[train].all(axis=1)]
     if missing.per != "item" or not len(pairs):
         return present
-    generator = numpy_generator(mask_seed(missing, run_seed), "missing_modality", "items")
+    generator = numpy_generator(assignment_seed(missing, run_seed), "missing_modality", "items")
     chosen = pairs[generator.permutation(len(pairs))[: round(missing.rate * len(pairs))]]
     keeps_image = generator.random(len(chosen)) < 0.5
     if missing.only is not None:

@@ -67,7 +67,11 @@ def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
 def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
     """The image encoder of a backbone.
 
-    ``seed`` is that of random weights, ``cache`` the folder of shared weights; lite always computes on the CPU.
+    Args:
+        backbone: the scenario's backbone section; not ``features``.
+        seed: seed of random weights.
+        cache: folder of shared weights.
+        device: device of the encoder; lite always computes on the CPU.
 
     Raises:
         InputError: the model, tag or file is unknown, or a package is missing.
@@ -118,6 +122,12 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
     """The text encoder of a backbone; for timm and MatConvNet image encoders, lite's sentence encoder.
 
     ``backbone.text_encoder`` overrides the backbone's text encoder.
+
+    Args:
+        backbone: the scenario's backbone section; not ``features``.
+        seed: seed of random weights.
+        cache: folder of shared weights.
+        device: device of the encoder; lite always computes on the CPU.
 
     Raises:
         InputError: the model, tag or file is unknown, or a package is missing.

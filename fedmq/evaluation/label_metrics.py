@@ -465,10 +465,10 @@ def cosine_metrics(
     requested = _Requested(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves, expected)
     fitting, same = max(1, CHUNK_SCORES // max(1, len(second))), first_of_rows(second)
     step = min(CHUNK_QUERIES, fitting)
-    # The product of several parts at once takes half the time, with the same bits as theirs; that of a shorter last
-    # part, whose bits may depend on its length, is computed alone.
-    whole = len(first) // step * step
-    ends = [*range(fitting // step * step, whole, fitting // step * step), whole, len(first)]
+    # One product for all parts of a block takes half the time of a product for each, with the same bits. The bits of
+    # a shorter last part may depend on its length, so that it is a block of its own.
+    block, whole = fitting // step * step, len(first) // step * step
+    ends = [*range(block, whole, block), whole, len(first)]
 
     def products() -> Iterator[list[tuple[npt.NDArray[np.float32], hamming.Words]]]:
         for start, end in pairwise([0, *ends]):

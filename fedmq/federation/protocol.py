@@ -182,7 +182,7 @@ class Update:
 
     @property
     def factor(self) -> float:
-        """Factor of the reply's weight, applied before weights are normalised; 0 makes the reply void."""
+        """Factor of the reply's weight, applied before weights are normalised; with 0 it does not count."""
         return self.damping * self.participation_weight * self.modality_weight
 
     @property
@@ -251,7 +251,7 @@ class Traits:
         our_reading: the method was reconstructed from an incomplete description; runs and tables report this.
         unpaired: what a silo with both modalities does with items that lack one: they are ``ignored`` and counted, or
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
-        single_weight: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
+        weighs_single_silos: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
             ``aggregation.single_weight`` applies.
     """
 
@@ -267,7 +267,7 @@ class Traits:
     model_per_silo: bool = False
     our_reading: bool = False
     unpaired: Literal["ignored", "anchored"] = "ignored"
-    single_weight: bool = True
+    weighs_single_silos: bool = True
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def folder_name(what: str, silo: str | None, digest: str) -> str:
     return f"{plain}-{'' if silo is None else f'{silo}-'}{digest[:12]}"
 
 
-def encoded_before(root: Path) -> Gallery | None:
+def existing_gallery(root: Path) -> Gallery | None:
     """The gallery of a run's own data set, encoded by its shared model; None if there is none yet.
 
     Args:

@@ -110,15 +110,25 @@ def find(
     else:
         model = release.alone(modalities)
     vector = embed(model, query.modality, [encoded], lambda _: None)
-    return _found(gallery, query, vector, among, top)
+    return _hits(gallery, query, vector, among, top)
 
 
 def find_item(gallery: Gallery, query: Query, *, among: Among | None = None, top: int = 10) -> SearchHits:
-    """Search an encoded gallery for one of its items; arguments and errors as in :func:`find`."""
-    return _found(gallery, query, _item_vector(gallery, str(query.item), query.modality), among, top)
+    """Search an encoded gallery with one of its items; needs no model.
+
+    Args:
+        gallery: the gallery.
+        query: with ``item``.
+        among: whether to search images or captions; None searches the modality other than the query's.
+        top: number of items to return.
+
+    Raises:
+        InputError: the item does not exist, or the gallery has no captions to search or to search with.
+    """
+    return _hits(gallery, query, _item_vector(gallery, str(query.item), query.modality), among, top)
 
 
-def _found(gallery: Gallery, query: Query, vector: Array, among: Among | None, top: int) -> SearchHits:
+def _hits(gallery: Gallery, query: Query, vector: Array, among: Among | None, top: int) -> SearchHits:
     other: Among = "images" if query.modality == "text" or not gallery.meta.captions else "captions"
     place = among or other
     return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))

@@ -153,7 +153,7 @@ def encode_body(message: Message) -> list[BytesLike]:
     if len(packed) > MAX_BODY_HEADER:
         raise LocalWireError(f"the body's msgpack part has {len(packed)} bytes, allowed {MAX_BODY_HEADER}")
     for payload in message.payloads:
-        _hash_beside(payload)
+        _start_hashing(payload)
     buffers: list[BytesLike] = [len(packed).to_bytes(_LENGTH_BYTES, "little") + packed]
     size = len(buffers[0])
     values = (array for payload in message.payloads for array in tensors(payload))
@@ -306,7 +306,7 @@ def _decode_payload(row: object, body: memoryview, end: int, room: int) -> tuple
                 pass
         values[name] = value
     payload = cls(**values)
-    _hash_beside(payload)
+    _start_hashing(payload)
     if not math.isfinite(payload.largest):
         raise FieldError(f"{kind}: NaN or infinity", Reason.NOT_FINITE)
     return payload, end, room
@@ -364,15 +364,15 @@ def _numbers_on(
 #: Digests of live payloads, so that a model sent to many silos is hashed once.
 _DIGESTS: WeakKeyDictionary[Payload, str | Future[str]] = WeakKeyDictionary()
 #: Size of a payload's tensors from which another thread hashes it, while this one seals or checks it [bytes].
-_HASHED_BESIDE = 1 << 20
+_HASHED_BY_A_THREAD = 1 << 20
 #: Cores that hash one payload. The thread starts with the first large payload, so a process may fork before it.
 _CORES = 2
 _HASHING = ThreadPoolExecutor(1, "digest")
 
 
-def _hash_beside(payload: Payload) -> None:
-    """Begin to hash a large payload whose digest will be logged; :func:`digest` waits for it."""
-    if payload not in _DIGESTS and decoded_bytes(payload) >= _HASHED_BESIDE:
+def _start_hashing(payload: Payload) -> None:
+    """Have a thread hash a large payload, whose digest will be logged; :func:`digest` waits for it."""
+    if payload not in _DIGESTS and decoded_bytes(payload) >= _HASHED_BY_A_THREAD:
         _DIGESTS[payload] = _HASHING.submit(_digest, payload)
 
 
@@ -389,7 +389,7 @@ def digest(payload: Payload) -> str:
 
 @span("encode")
 def _digest(payload: Payload) -> str:
-    total = blake3(payload.KIND.encode(), max_threads=_CORES if decoded_bytes(payload) >= _HASHED_BESIDE else 1)
+    total = blake3(payload.KIND.encode(), max_threads=_CORES if decoded_bytes(payload) >= _HASHED_BY_A_THREAD else 1)
     for name, spec in payload.FIELDS.items():
         value = getattr(payload, name)
         if isinstance(value, np.ndarray):

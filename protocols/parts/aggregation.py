@@ -231,7 +231,7 @@ def merge_updates(
     Args:
         theta: float32 [P].
         updates: M of them, in the fixed silo order.
-        weights: float64 [M], sum 1, or all 0 if every reply is void.
+        weights: float64 [M], sum 1, or all 0 if no reply counts.
         branches: each branch's slice; together they cover the buffer.
         branch_renorm: see above.
 

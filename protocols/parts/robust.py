@@ -5,8 +5,8 @@ robust update: any method weights that sum to 1 over the silos that train a modu
 ``branch_renorm``; the papers' plain sum shrinks it if modalities are missing).
 
 A silo counts for a module of the network only if it trained it, so that silos that lack a modality neither outvote the
-others nor appear as outliers. An idle silo's reply, whose update is zero throughout, and a void one, whose weight is 0,
-pass unchanged and are not counted, neither in the median norm nor in Krum's M. Arithmetic is in float64, in the fixed
+others nor appear as outliers. An idle silo's reply, whose update is zero throughout, and one whose factor is
+0 pass unchanged and are not counted, neither in the median norm nor in Krum's M. Arithmetic is in float64, in the fixed
 silo order.
 
 With fewer than :data:`LEAST` updates a false one cannot be identified, so rules that compare updates are not applied:
@@ -127,7 +127,7 @@ def robust_replies(
 
     Args:
         replies: as received. Only their updates (Delta, PartialDelta) are read and changed, and only if all cover the
-            same parameters; updates that are zero throughout, or have the weight 0, stay unchanged.
+            same parameters; updates that are zero throughout, or whose reply has the factor 0, stay unchanged.
         rule: rule of the scenario.
         layout: layout of the shared parameters.
         left: called with each module that is left as it is because too few silos trained it.

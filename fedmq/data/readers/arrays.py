@@ -285,11 +285,11 @@ def read_pixels(data: Data) -> RawSet:
     )
 
 
-def _read(photos: Callable[[Data], RawSet], data: Data) -> RawSet:
+def _photos_or_pixels(photos: Callable[[Data], RawSet], data: Data) -> RawSet:
     """Read a set as distributed, or as arrays of pixels, tags and labels (Wikipedia: FedUCH's ``WikiPedia.mat``)."""
     return read_pixels(data) if holds_pixels(data) else photos(data)
 
 
-read_wikipedia = partial(_read, wikipedia_photos)
-read_mirflickr = partial(_read, mirflickr_photos)
-read_nuswide = partial(_read, nuswide_photos)
+read_wikipedia = partial(_photos_or_pixels, wikipedia_photos)
+read_mirflickr = partial(_photos_or_pixels, mirflickr_photos)
+read_nuswide = partial(_photos_or_pixels, nuswide_photos)

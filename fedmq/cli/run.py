@@ -52,7 +52,7 @@ from fedmq.cli.options import (
     silo_arguments,
 )
 from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
-from fedmq.cli.scenarios import explain, quick_imports, read_here, refuse_start, resolved, resolved_file
+from fedmq.cli.scenarios import explain, quick_imports, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import until_stopped
 from fedmq.profiling import span
@@ -61,7 +61,7 @@ from fedmq.storage.run_folder import RunFolder, make_folder, open_run, write_jso
 from fedmq.text import print_line, printable
 
 if TYPE_CHECKING:
-    from fedmq.config.resolve import ResolvedRun
+    from fedmq.config.resolve import ResolvedRun, Source
     from fedmq.config.scenario import Scenario
     from fedmq.launch.supervisor import Simulated
     from fedmq.runs.run_records import RunSummary
@@ -95,21 +95,18 @@ def scenario_command(
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """
     from fedmq.config.resolve import read  # noqa: PLC0415
-    from fedmq.launch import forkserver  # noqa: PLC0415
 
     starting(quiet=quiet)
     begin_profile(_BEGAN, on=profile)
     console = log_file is None  # otherwise only to the file, so that the display stays readable
     logs = None if log_level is None and console else _logs_of(log_level, log_file, log_format, console=console)
     file = _file_of(file, resume, extend, out_dir)
-    source = read_here(file, settings, seed) if resume is None else read(file, settings or (), seed)
+    source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario)
+    _prepare_start(source, forks=not (inline or check), new=resume is None)
     if check:
         explain(resolved(source), quiet=quiet, as_json=as_json)
         return
-    if not inline:
-        # Before torch is imported here, so that the forkserver imports it in parallel.
-        forkserver.warm_up(source.scenario.backbone.name)
     with quick_imports():
         from fedmq.cli import terminal  # noqa: PLC0415
         from fedmq.launch import supervisor  # noqa: PLC0415
@@ -130,6 +127,21 @@ def scenario_command(
             simulated = launch(run, folder, resume=resume is not None, status=status, data=data, logs=logs)
         summary = _finished(folder, simulated, command, quiet=quiet)
     terminal.print_outcome(summary, folder, command, as_json=as_json)
+
+
+def _prepare_start(source: Source, *, forks: bool, new: bool) -> None:
+    """Start the forkserver of a run that ``forks``, and refuse a ``new`` one's scenario as far as torch is not needed.
+
+    The forkserver comes first: it imports torch while this process reads on and imports it, too.
+    """
+    if forks:
+        from fedmq.launch import forkserver  # noqa: PLC0415
+
+        forkserver.warm_up(source.scenario.backbone.name)
+    if new:
+        from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415 - imports NumPy
+
+        refuse_scenario(source)
 
 
 @span("report")

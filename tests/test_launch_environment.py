@@ -18,9 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.program import OTHER_DESCRIPTORS
+from fedmq.cli.run import scenario_command
 from fedmq.config import resolve as scenarios
+from fedmq.config.resolve import Source
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
+from fedmq.federation import preflight
+from fedmq.launch import forkserver
 from fedmq.launch.forkserver import FORKSERVER, private_folder
 from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
@@ -186,3 +190,23 @@ def test_the_forkserver_has_one_thread_no_cuda_and_every_module_that_a_silo_need
     needed |= {"encodings.cp437", "fedmq.launch.processes"}
     assert needed <= set(found["modules"])
     assert not {"pandas", "plotly", "scipy.linalg", "sklearn", "torchvision"} & set(found["modules"])
+
+
+def test_the_forkserver_starts_before_a_scenarios_names_are_looked_up_unless_nothing_is_forked(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def refused(source: Source) -> None:
+        raise InputError("the scenario", source.scenario.name, "another one")
+
+    monkeypatch.setattr(forkserver, "warm_up", done.append)
+    monkeypatch.setattr(preflight, "refuse_scenario", refused)
+    for launcher, backbones in (("local", ["features"]), ("inline", [])):
+        done.clear()
+        with pytest.raises(InputError, match="another one"):
+            scenario_command(tiny, settings=[f"launcher={launcher}"])
+        assert done == backbones
+    with pytest.raises(InputError, match="another one"):
+        scenario_command(tiny, check=True)
+    assert not done

@@ -47,9 +47,17 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
         masked_pc: leave fillers out of eq 8; if false, include them as printed.
+        masked_ac: compute eq 9 over the paired silos alone, with renormalised weights; if false, over all silos, as
+            printed. A silo that lacks a modality has a filler at one end of its direction, which brings it near the
+            global direction: the printed eq 9 raises the weights of these silos.
         eq9_half: halve eq 9, as the released code does.
         router_softplus: apply softplus to the router's loss, as the released code does.
         router_rate: learning rate of the router's Adam optimiser.
+        router_warmup_rate: learning rate of the router during the warm-up, in which its weights are not used. 0 leaves
+            it untrained, as printed: the first merge after the warm-up uses the router's initial parameters.
+        router_losses: losses that the router sees: ``raw``, as printed, or ``normalised`` as in eq 10, divided by the
+            running mean of their group of silos (paired, image only, text only); without ``minimax``, by the group's
+            mean in the router's pool. A raw loss tells the router whether a silo is paired.
         router_mask: ``input`` hides fillers from the router, ``none`` shows them; its input (``tokens`` in
             ``protocols/parts/router.py``) is both prototypes, their cosine, geometry, mask and loss.
         router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
@@ -83,7 +91,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "client_align": ("lambda_a",),
         "router=true|anchor=multi": ("warmup",),
         "router=true|masked_ema=false": ("filler",),
-        "router=true": ("beta?", "router_*", "masked_pc", "eq9_half"),
+        "router=true": ("beta?", "router_*", "masked_?c", "eq9_half"),
         "minimax": ("fair_*",),
         "fair_update=entropic|fair_update=code": ("fair_tau",),
         "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),
@@ -114,9 +122,12 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     beta4: NonNegative = 0.2
     beta5: NonNegative = 0.3
     masked_pc: bool = True
+    masked_ac: bool = False
     eq9_half: bool = False
     router_softplus: bool = False
     router_rate: Positive = 1e-3
+    router_warmup_rate: NonNegative = 0.0
+    router_losses: Literal["raw", "normalised"] = "raw"
     router_mask: Literal["input", "none"] = "input"
     router_over: Literal["reporters", "table"] | None = None
     fair_eta: NonNegative = 0.1

@@ -238,6 +238,12 @@ class Training(Part):
     )
     batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
     local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
+    validation: Number = Field(
+        0.0,
+        ge=0.0,
+        le=0.9,
+        description="fraction of a paired silo's pairs on which no method trains; fedscmr measures its weights on them",
+    )
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
         "cosine", description="learning rate over the rounds: decay to `decay_to`, decay in steps, or constant"
     )

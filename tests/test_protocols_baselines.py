@@ -22,7 +22,7 @@ from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta
 from protocols import creamfl, fedproto
-from protocols.parts import aggregation, centroids, class_prototypes
+from protocols.parts import centroids, class_prototypes
 from protocols.parts.personal_model import OWN
 from silos.tasks import Silo
 from tests import in_process_run
@@ -129,11 +129,8 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
         run.version += 1
         changed = {
             entry.name
-            for entry, place in zip(
-                run.model.layout.entries,
-                aggregation.places(run.model.layout, list(run.model.layout.by_name)),
-                strict=True,
-            )
+            for entry in run.model.layout.entries
+            for place in run.model.layout.ranges([entry.name])
             if not torch.equal(run.state.theta[place], before[place])
         }
         assert changed

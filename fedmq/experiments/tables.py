@@ -13,9 +13,10 @@ from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, shown
 from fedmq.experiments.summary import Row, Statistic
+from fedmq.runs.result_limits import about_silos
 from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
-from fedmq.text import printable
+from fedmq.text import counted, enumerated, printable
 
 _DIFFERENCE = "difference"
 _BORDERS = 3  # width of a column's borders on a terminal: a line and two spaces
@@ -170,7 +171,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         notes += measured_where_chosen(plan)
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
-    notes += _made_otherwise(rows)
+    notes += [*_silos(rows), *_same_models(rows), *_below_start(rows), *_made_otherwise(rows)]
     return tuple(notes)
 
 
@@ -187,6 +188,36 @@ def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
 def _summaries(row: Row) -> list[RunSummary]:
     """Summaries of a row's runs; zero-shot runs have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
+
+
+def _silos(rows: Sequence[Row]) -> list[str]:
+    """What the silos hold, over all seeds, and which rows train in single steps; rows that differ are named."""
+    about = dict[str, list[str]]()
+    for row in rows:
+        silos = [each for own in _summaries(row) for each in own.per_silo.values()]
+        if silos:
+            text = about_silos([(each.samples, each.steps, each.label_divergence) for each in silos])
+            about.setdefault(text, []).append(row.entry.name)
+    notes = [text if len(about) == 1 else f"{', '.join(names)}: {text}" for text, names in about.items()]
+    single = [row.entry.name for row in rows if any(own.one_step_tasks for own in _summaries(row))]
+    return notes + ([f"every task is one optimiser step: {', '.join(single)}"] if single else [])
+
+
+def _same_models(rows: Sequence[Row]) -> list[str]:
+    """Rows that trained the same model as another one, to the bit, with every seed: what differs has no effect."""
+    same = dict[tuple[str, ...], list[str]]()
+    for row in rows:
+        found = {seed: own.summary for seed, own in row.outcomes.items() if own.summary is not None}
+        if found and not any(own.personal_only for own in found.values()):
+            same.setdefault(tuple(found[seed].model_digest for seed in sorted(found)), []).append(row.entry.name)
+    return [f"the same model to the bit: {enumerated(names)}" for names in same.values() if len(names) > 1]
+
+
+def _below_start(rows: Sequence[Row]) -> list[str]:
+    """Rows whose runs ended below the untrained model."""
+    below = [(row.entry.name, sum(own.below_start is not None for own in _summaries(row))) for row in rows]
+    named = [f"{name} ({counted(count, 'seed')})" for name, count in below if count]
+    return [f"ended below the untrained model: {', '.join(named)}"] if named else []
 
 
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,60 @@ def test_runs_of_differing_software_or_hardware_are_noted_under_the_table(study:
     moved = dataclasses.replace(own, summary=own.summary.model_copy(update={"versions_of": elsewhere}))
     rows = (rows[0], dataclasses.replace(rows[1], outcomes={**rows[1].outcomes, 0: moved}), *rows[2:])
     assert tables.grid(rows, plan).notes[-1].endswith("processor not recorded and x86_64 AVX2")
+
+
+def test_holms_correction_is_that_of_the_paper_and_leaves_out_what_is_not_compared() -> None:
+    assert made_rows.holm([0.01, 0.04, math.nan, 0.03]) == [
+        0.03, 0.06, pytest.approx(math.nan, nan_ok=True), 0.06
+    ]  # fmt: skip
+    assert made_rows.holm([0.6, 0.7]) == [1.0, 1.0]
+    assert made_rows.holm([]) == []
+
+
+def against(seeds: int, *means: float) -> tuple[ComparisonPlan, list[made_rows.Row]]:
+    """Rows whose differences to the first have these means and a spread of 1."""
+    spread = np.linspace(-1, 1, seeds)
+    values = [{seed: mean + float(spread[seed] * (mean > 0)) for seed in range(seeds)} for mean in (0.0, *means)]
+    by_row = {
+        str(place): {"mean_r1": made_rows.statistic(each, values[0] if place else None)}
+        for place, each in enumerate(values)
+    }
+    made_rows.correct(by_row)
+    names = list(by_row)
+    plan = ComparisonPlan(
+        tuple(planning.Entry(name, name, (), Path("x"), ()) for name in names), tuple(range(seeds)), ("mean_r1",)
+    )
+    rows = [
+        made_rows.Row(entry, (), {}, by_row[entry.name], frozenset(), None if entry.name == "0" else "0")
+        for entry in plan.entries
+    ]
+    return plan, rows
+
+
+def test_a_difference_has_a_star_only_if_it_holds_with_the_correction() -> None:
+    plan, rows = against(6, 1.0, 8.0)
+    one, many = rows[1].columns["mean_r1"], against(6, 1.0, 1.0, 1.0, 1.0)[1][1].columns["mean_r1"]
+    assert one.p == pytest.approx(stats.ttest_1samp(1 + np.linspace(-1, 1, 6), 0).pvalue)
+    assert one.holm == one.p < 0.05 < many.holm == pytest.approx(4 * many.p)
+    assert tables.difference_text(one).endswith("]*") and tables.difference_text(many).endswith("]")
+    notes = tables.grid(rows, plan).notes
+    assert any(note.startswith("*: differs") and note.endswith("correction for 2 rows") for note in notes)
+
+
+def test_a_constant_mask_of_missing_modalities_is_noted() -> None:
+    plan, rows = against(5, 1.0)
+    for same in (True, False):
+        notes = tables.grid(rows, replace(plan, same_mask=same)).notes
+        assert any("the same silos lack a modality with every seed" in note for note in notes) is same
+
+
+def test_a_difference_that_is_claimed_from_few_seeds_is_noted() -> None:
+    def noted(seeds: int, mean: float) -> list[str]:
+        plan, rows = against(seeds, mean)
+        return [note for note in tables.grid(rows, plan).notes if "are claimed" in note]
+
+    assert noted(4, 20.0) == ["differences are claimed from 4 seeds: at least 5 are needed"]
+    assert noted(4, 0.1) == [] and noted(5, 20.0) == []
 
 
 def changed(row: made_rows.Row, **changes: object) -> made_rows.Row:

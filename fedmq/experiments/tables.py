@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, shown
-from fedmq.experiments.summary import Row, Statistic
+from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, Row, Statistic
 from fedmq.runs.result_limits import about_silos
 from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
@@ -65,10 +65,10 @@ def _mean(statistic: Statistic, seeds: int) -> str:
 
 
 def difference_text(statistic: Statistic) -> str:
-    """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
+    """``+0.0123 [+0.0010, +0.0236]*``: a star if it holds with Holm's correction, a count if seeds are lacking."""
     values = (statistic.difference, statistic.low, statistic.high)
     middle, low, high = (_number(value, statistic.mean, sign=True) for value in values)
-    text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]"
+    text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]{'*' * (statistic.holm < LEVEL)}"
     return text if statistic.pairs in (0, statistic.n) else f"{text} ({statistic.pairs} of {statistic.n} seeds)"
 
 
@@ -106,6 +106,21 @@ def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
     return Grid(tuple(head), tuple(body), notes_of(rows, plan, selected, compared))
 
 
+def _claims(rows: Sequence[Row]) -> list[str]:
+    """What a star means, and a warning if differences are claimed from few seeds."""
+    compared = [row.columns for row in rows if row.against]
+    tested = [sum(not math.isnan(each[name].p) for each in compared) for name in rows[0].columns]
+    family = max(tested, default=0)
+    if not family:
+        return []
+    notes = [f"*: differs from it at the {LEVEL:.0%} level of a paired t-test with Holm's correction for {family} rows"]
+    claimed = [row.columns[name].n for row in rows for name in row.best]
+    claimed += [each.pairs for columns in compared for each in columns.values() if each.holm < LEVEL]
+    if min(claimed, default=ENOUGH_SEEDS) < ENOUGH_SEEDS:
+        notes.append(f"differences are claimed from {min(claimed)} seeds: at least {ENOUGH_SEEDS} are needed")
+    return notes
+
+
 def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
     """The values of ``across`` (only None without it), and by name of a line its row for each value."""
     if across is None:
@@ -141,12 +156,17 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []
     notes += [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
+    if plan.same_mask:
+        notes.append(
+            "the same silos lack a modality with every seed, which intervals leave out: set missing_modality.seed=null"
+        )
     if compared:
         against = {row.against for row in rows if row.against}
         bases = dict.fromkeys(row.entry.method for row in rows if row.against is None)
         name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
+        notes += _claims(rows)
     ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
     if read:

@@ -61,7 +61,14 @@ measured. `tools/make_reference.py` writes this page from the code.
 
 `protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator`
 warn about options that have no effect because their switch is off.
+
+`fedcafe`, `fedhap`, `fedscmr`, `feduch` and `rcsr` have presets: `protocol: {name: rcsr, preset: printed}` trains as
+the paper prints, `released` as the authors' code does where it is public, `ours` as we would. A preset fills in what
+the scenario does not give, in its own options and in other sections; `scenario.yaml` of the run folder has the values.
+What a preset does not name has its default. [Departures](#departures-from-the-papers) lists what no preset can undo.
 """
+#: Around the section of the methods' page that is written by hand.
+_BEGIN, _END = "<!-- departures: begin -->\n", "<!-- departures: end -->\n"
 _UNPAIRED = """
 ## Items that lack a modality
 
@@ -121,6 +128,8 @@ def methods_page() -> str:
     for name in protocols.names():
         about = _about(protocols.METHODS.module(name))
         page.append(_section(name, about, key_reference.options(protocols.load(name).Options)))
+    before = (DOCS / "methods.md").read_text(encoding="utf-8")
+    page += ["\n", _BEGIN, before.partition(_BEGIN)[2].partition(_END)[0], _END]  # written by hand
     page += [_UNPAIRED, *(f"| `{name}` | {protocols.unpaired(name)} |\n" for name in protocols.names())]
     page.append(_LOSSES)
     for name in protocols.losses():

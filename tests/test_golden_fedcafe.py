@@ -59,7 +59,7 @@ def dcmh_terms(x: Inputs, modality: str) -> torch.Tensor:
 
 
 def dcmh_loss(x: Inputs, modality: str) -> torch.Tensor:
-    return dcmh.batch_loss(dcmh_terms(x, modality), len(x["ind"]), len(x["L_multi"]), dcmh.Options())
+    return dcmh.batch_loss(dcmh_terms(x, modality), len(x["ind"]), len(x["L_multi"]), dcmh.Options(eta=1.0))
 
 
 def eq8(x: Inputs, modality: str) -> torch.Tensor:

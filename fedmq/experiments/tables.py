@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, shown
-from fedmq.experiments.summary import Row, Statistic
+from fedmq.experiments.summary import YARDSTICKS, Row, Statistic, yardstick_row
 from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
 from fedmq.text import printable
@@ -146,6 +146,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
+    notes += [f"{yardstick_row(kind)}: {YARDSTICKS[kind]}" for kind in plan.yardstick]
     ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
     if read:
@@ -185,7 +186,7 @@ def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
 
 
 def _summaries(row: Row) -> list[RunSummary]:
-    """Summaries of a row's runs; zero-shot runs have none."""
+    """Summaries of a row's runs; rows that no run trains have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
 
 

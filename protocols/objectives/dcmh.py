@@ -6,6 +6,7 @@ A single-modality silo pairs items within its modality: likelihood of F F^T inst
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,11 +24,16 @@ from protocols.parts.training import I64
 
 @dataclass(frozen=True)
 class Options:
-    """Options of DCMH; defaults are the paper's.
+    """Options of DCMH; defaults are the paper's, but for ``eta`` and ``image_layers``.
 
     Args:
         gamma: weight of the distance to the common codes.
-        eta: weight of the balance of each bit.
+        eta: weight of the balance of each bit, 1 in the paper. A batch's step answers to the sum over all items, most
+            of them from the buffer, so that under Adam all outputs swing together: central training on Wikipedia
+            reaches mAP .11 with 1 and .47 with 0.
+        image_layers: hidden layers of the image tower. The paper trains CNN-F below it and has none; over frozen
+            features a linear tower reaches .31 where one hidden layer reaches .47. Take 0 with
+            ``backbone.end_to_end``.
         buffer: outputs stored in the buffers under FedCAFE: ``enhanced``, as in its code, or ``plain``.
         likelihood: outputs of the batch in the loss under FedCAFE: ``plain``, as in its code, or ``enhanced``.
         draws: draw the batches of a pass from one ``permutation``, or each from a ``fresh`` one as in the released
@@ -36,7 +42,8 @@ class Options:
     """
 
     gamma: NonNegative = 1.0
-    eta: NonNegative = 1.0
+    eta: NonNegative = 0.0
+    image_layers: Literal[0, 1] = 1
     buffer: alternating.Which = "enhanced"
     likelihood: alternating.Which = "plain"
     draws: alternating.Draws = "permutation"
@@ -94,4 +101,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
     return Dcmh(*alternating.begun(options, local, context), labels)
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan((), (8192,), classifier=True, std=0.01))
+def network(options: Options) -> TowerPlan:
+    """DCMH's towers: the paper's text tower, and the image tower with or without a hidden layer."""
+    return TowerPlan((4096,) * options.image_layers, (8192,), classifier=True, std=0.01)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, network)

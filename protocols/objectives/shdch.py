@@ -30,13 +30,15 @@ CODES = "base.codes"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of SHDCH; defaults are its released code's.
+    """Options of SHDCH; defaults are its released code's, but for ``image_layers``.
 
     Args:
         alpha: weight of the coarse class codes; two levels only.
         beta: weight of the fine class codes, or of the only level's.
         gamma: weight of the distance to the common codes.
         eta: weight of the tie between the two levels' codes; two levels only.
+        image_layers: hidden layers of the image tower: 1 over frozen features, 0 as in the paper, which trains CNN-F
+            below it (``backbone.end_to_end``).
         tanh: towers that end in tanh: ``both``, as in SHDCH's and PLFedCMH's code, or only ``text``.
         levels: number of label levels; null uses two if label names begin with ``coarse:``.
         sweeps: maximum sweeps over the bits of the class codes per epoch.
@@ -51,6 +53,7 @@ class Options:
     beta: NonNegative = 0.7
     gamma: NonNegative = 10.0
     eta: NonNegative = 100.0
+    image_layers: Literal[0, 1] = 1
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
     sweeps: Count = 3
@@ -198,7 +201,8 @@ def first_codes(context: Context, place: int, classes: int) -> Tensor:
 
 def network(options: Options) -> TowerPlan:
     """DCMH's widths, with tanh in both towers or, as SHDCH's own code has it, in the text tower alone."""
-    return TowerPlan((), (8192,), tanh=True, classifier=True, std=0.01, squashed=options.tanh)
+    hidden = (4096,) * options.image_layers
+    return TowerPlan(hidden, (8192,), tanh=True, classifier=True, std=0.01, squashed=options.tanh)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, network, both_levels=True)

@@ -22,7 +22,7 @@ RCSR: dict[str, Any] = {
     "data": {"name": "openmoji"},
     "backbone": {"name": "lite"},
     "silos": {"count": 30},
-    "partition": {"kind": "dir_clusters", "alpha": 0.1, "clusters": 50},
+    "partition": {"kind": "dir_clusters", "alpha": 0.1, "clusters": 50, "sizes": "equal"},
     "missing_modality": {"rate": 0.5, "seed": 42},
     "training": {
         "learning_rate": 1.0e-3,

@@ -87,13 +87,44 @@ class FedCafeOptions:
         cap: maximum weight of a stale silo, in multiples of an equal weight: its memory differs because it is old.
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
         weighting: weight updates by ``samples`` or ``uniform``; only without ``weighted_agg``.
+        weight_samples: multiply eq 10's weights by the silos' numbers of samples, n_k alpha_k; only with
+            ``weighted_agg``. Linear weights differ by a few per cent, so that eq 10 alone ignores the silos' sizes.
+        preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, or ``ours``.
     """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "printed": {
+            "kl": "printed",
+            "memory": "kmeans_two_stage",
+            "weight": "softmax",
+            "branch_renorm": False,
+            "training.batch_size": 128,
+            "training.local_epochs": 20,
+        },
+        "released": {
+            "kl": "code",
+            "memory": "kmeans_random",
+            "similarity": "cluster",
+            "branch_renorm": False,
+            "objective.scale": "silos",
+            "objective.draws": "fresh",
+            "training.optimizer": "sgd",
+            "training.momentum": 0.0,
+            "training.learning_rate": 0.0316,
+            "training.weight_decay": 0.0,
+            "training.schedule": "constant",
+            "training.warmup_rounds": 0,
+            "training.batch_size": 128,
+            "training.local_epochs": 20,
+        },
+        "ours": {"weight_samples": True},
+    }
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "loss_e": ("alpha", "le_detach"),
         "loss_c": ("eta",),
         "loss_d": ("gamma", "kl"),
-        "weighted_agg": ("similarity", "weight", "temperature", "cap"),
+        "weighted_agg": ("similarity", "weight", "weight_samples", "temperature", "cap"),
         "weight=softmax": ("temperature",),
         "weighted_agg=false": ("weighting",),
     }
@@ -115,6 +146,8 @@ class FedCafeOptions:
     cap: Annotated[Positive, Field(ge=1.0)] = 3.0
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "samples"
+    weight_samples: bool = False
+    preset: Literal["printed", "released", "ours"] | None = None
 
 
 def enhancement_loss(enhanced: Tensor, plain: Tensor) -> Tensor:
@@ -325,6 +358,8 @@ class FedCafe(FederatedProtocol):
     def _weights(self, differences: Tensor, replies: Sequence[Update]) -> Tensor:
         """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = memory.shares(differences, self.options.weight, self.options.temperature)
+        if self.options.weight_samples:
+            weights = weights * aggregation.sample_weights([reply.samples for reply in replies])
         weights = aggregation.damped_of(weights, replies)
         # Replies whose factor is 0 get nothing of the excess. A weight may be 0 without it: a softmax underflows.
         counted = torch.tensor([reply.factor > 0 for reply in replies])

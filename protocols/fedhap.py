@@ -193,7 +193,23 @@ class FedHapOptions(fedavg.AnchoredOptions):
         hysteresis: a prototype's bit flips only if the absolute mean exceeds this; 0 gives eq 6. Default: 0.05 if
             merges have fewer replies than a round (``async``, small buffers), because single votes would keep flipping
             bits near a tie, else 0.
+        preset: what is not given: as ``printed`` in the paper, eq 8 with its misprint, or ``ours``; no code is public.
     """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "printed": {
+            "branch_renorm": False,
+            "eq8": "printed",
+            "adv_g": "literal",
+            "hysteresis": 0.0,
+            "objective.reduce": "sum",
+            "objective.mu": 0.05,
+            "training.optimizer": "adam",
+            "training.learning_rate": 0.005,
+            "training.local_epochs": 5,
+        },
+        "ours": {"objective.reduce": "sum"},
+    }
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **fedavg.AnchoredOptions.OF,
@@ -212,6 +228,7 @@ class FedHapOptions(fedavg.AnchoredOptions):
     share_disc: bool = True
     proto_counts: bool = True
     hysteresis: NonNegative | None = None
+    preset: Literal["printed", "ours"] | None = None
 
 
 def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: float = 0.0) -> Tensor:
@@ -266,7 +283,8 @@ class FedHap(FederatedProtocol):
         default = 0.0 if context.whole_rounds else _STEADY
         self.hysteresis = default if options.hysteresis is None else options.hysteresis
         triplets = context.objective.base == "triplet"
-        self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
+        # The other bases' losses are means, so eq 3 is one beside them.
+        self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options(reduce="mean")
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:

@@ -73,7 +73,8 @@ class FedScmrOptions:
         norm: ``row``, the mean length of the batch's rows, or ``frob``, the Frobenius norm of the batch's matrix.
         pairs: number of modality pairs in eq 2: 4 as printed, or 3 as in public code; δ (two items share a category or
             not) is as printed in both.
-        eval_space: features used for retrieval: ``enhanced`` (S') or ``common`` (S).
+        eval_space: features used for retrieval: ``enhanced`` (S') or ``common`` (S). Default: ``common``, but
+            ``enhanced`` with ``shared_layers: all``, whose global model gives these.
         shared_layers: layers that are exchanged: both common layers (``base_enhance``), the first alone as in FedCMR
             (``base``), or ``all`` as in FedAvg.
         sums: silos over which the sums of eqs 10 to 13 run: the ``reporters`` of a merge, as printed, or all silos in
@@ -81,8 +82,15 @@ class FedScmrOptions:
             if merges have fewer replies than a round (``async``, small buffers), else ``reporters``. Not used by
             ``agg: samples``.
         validation: fraction of a silo's items held out to measure its mAP; with few items the mAP is coarse, with one
-            it is 1.
+            it is 1. 0 measures it on the items of the training. ``training.validation`` replaces it: it holds the
+            items out with every method, so that rivals train on as many.
+        preset: what is not given: as ``printed`` in the paper, or ``ours``; no code is public.
     """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "printed": {"norm": "frob", "sums": "reporters"},
+        "ours": {"training.validation": 0.2},
+    }
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "loss_cs": ("alpha",),
@@ -101,10 +109,11 @@ class FedScmrOptions:
     agg: Literal["adaptive", "proportional", "samples"] = "adaptive"
     norm: Literal["row", "frob"] = "row"
     pairs: Literal[3, 4] = 4
-    eval_space: Literal["enhanced", "common"] = "enhanced"
+    eval_space: Literal["enhanced", "common"] | None = None
     shared_layers: Literal["base", "base_enhance", "all"] = "base_enhance"
     sums: Literal["reporters", "table"] | None = None
     validation: Annotated[float, Field(ge=0.0, le=0.9)] = 0.2
+    preset: Literal["printed", "ours"] | None = None
 
 
 def distance(difference: Tensor, norm: Norm) -> Tensor:
@@ -242,7 +251,12 @@ class FedScmr(PartialFedAvg):
 
     # ----------------------------------------------------------------------- silo side
     def _split(self, local: Local) -> tuple[training.I64, training.I64]:
-        """Rows for training and for validation, the same in every task; a single item serves both."""
+        """Rows for training and for validation, the same in every task; a single item serves both.
+
+        Items that ``training.validation`` holds out are not among them.
+        """
+        if local.validation is not None:
+            return np.arange(len(local.dataset)), np.arange(len(local.validation))
         size = len(local.dataset)
         order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
         held = min(round(self.options.validation * size), size - 1) if local.silo.paired else 0
@@ -261,7 +275,8 @@ class FedScmr(PartialFedAvg):
             LabelCount(training.categories(local, self.context)),
         )
         if local.silo.paired:
-            up = (*up, MeanAveragePrecision(self._validated(local, validation)))
+            measured = local if local.validation is None else replace(local, dataset=local.validation)
+            up = (*up, MeanAveragePrecision(self._validated(measured, validation)))
         return Trained(up, self.kept(local), outcome.loss)
 
     def _loss(self, image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
@@ -280,7 +295,8 @@ class FedScmr(PartialFedAvg):
         return min(1.0, max(0.0, sum(maps) / 2))
 
     def _space(self, out: Out) -> Tensor:
-        return out.code if self.options.eval_space == "enhanced" else out.raw
+        enhanced = self.options.eval_space == "enhanced" or self.options.shared_layers == "all"
+        return out.code if enhanced else out.raw
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:

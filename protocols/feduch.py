@@ -46,7 +46,32 @@ class FedUchOptions(fedavg.AnchoredOptions):
         contrast_tau: temperature of the contrast (tau in eq 11); ``tau`` is the temperature of info_nce.
         kd: distance of the distillation: ``kl`` of the softmax of the codes (eq 13), or ``mse`` of the codes.
         kd_temperature: temperature of ``kl``; the default is the released code's.
+        preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, which trains without the
+            contrast and the distillation, or ``ours``.
     """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "printed": {
+            "branch_renorm": False,
+            "kd_temperature": 1.0,
+            "objective.form": "paper",
+            "objective.similarity": "codes",
+            "objective.binary_steps": False,
+            "training.local_epochs": 5,
+        },
+        "released": {
+            "branch_renorm": False,
+            "contrast": False,
+            "distill": False,
+            "training.optimizer": "sgd",
+            "training.momentum": 0.9,
+            "training.weight_decay": 5e-4,
+            "training.learning_rate": 0.005,
+            "training.batch_size": 32,
+            "training.local_epochs": 5,
+        },
+        "ours": {},
+    }
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **fedavg.AnchoredOptions.OF,
@@ -62,6 +87,7 @@ class FedUchOptions(fedavg.AnchoredOptions):
     contrast_tau: Positive = 1.0
     kd: Literal["kl", "mse"] = "kl"
     kd_temperature: Positive = 1.5
+    preset: Literal["printed", "released", "ours"] | None = None
 
 
 def cross_modal_contrast(

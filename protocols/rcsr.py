@@ -1,13 +1,12 @@
-"""RCSR: weights updates by a learned semantic router and minimax fairness; RCSR-p adds personal adapters.
+"""RCSR: weights updates by a learned router and minimax fairness; RCSR-p has personal adapters (Zhou et al., 2026).
 
-Retrieval-centric semantic routing for silos that may lack a modality. Paired silos train InfoNCE; other silos are
-anchored to the global prototype of the modality they lack, and so are single items of a paired silo that lack one. All
-add regularisers towards the global prototypes and the
-downloaded model (eqs 2 to 5). Silos report prototypes, the update's geometry and the loss (eq 6). The coordinator
-weights updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global prototypes as
-moving averages (eq 11). With ``personal`` (RCSR-p, eqs 12 and 13) each silo also fine-tunes a personal adapter on its
-embeddings, which never leaves it. Where the paper is silent or contradicts itself, docs and option texts state our
-reading, and options select the others.
+Retrieval-centric semantic routing (arXiv 2604.22885) for silos that may lack a modality. Paired silos train InfoNCE;
+other silos are anchored to the global prototype of the modality they lack, and so are single items of a paired silo
+that lack one. All add regularisers towards the global prototypes and the downloaded model (eqs 2 to 5). Silos report
+prototypes, the update's geometry and the loss (eq 6). The coordinator weights updates by a learned router (eqs 7 to 9)
+times a minimax weight (eq 10), and keeps the global prototypes as moving averages (eq 11). With ``personal`` (RCSR-p,
+eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, which never leaves it. Where the paper is
+silent or contradicts itself, docs and option texts state our reading, and options select the others.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedmq.federation.protocol import (
     Context,
@@ -298,22 +296,7 @@ class Rcsr(FederatedProtocol):
             },
         )
 
-        uniform = options.router == "uniform"
-        weights = aggregation.sample_weights([1 if uniform else update.samples for update in replies])
-        adam = router.Adam(
-            tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
-        )
-        log: dict[str, float] = {}
-        # Silos receive their weight within the router's pool, which may include silos outside this merge.
-        pool_weights, pool_size = weights, len(rows)
-        if options.router is True and state.values["merges"] >= options.warmup:
-            # By algorithm 1 the router is neither used nor trained during the warm-up.
-            pool, where = self._pool(table, replies, statistics, round_)
-            routed = self._routed(adam.values, pool, tensors)
-            pool_weights, pool_size = routed[where], len(routed)
-            weights = pool_weights / pool_weights.sum()
-            adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
-        personal = self._personal_weights(tensors, rows, pool_weights, pool_size)
+        weights, personal, adam, log = self._routed_weights(state, table, rows, replies, statistics, round_)
         minimax: Mapping[str, Tensor] = {}
         if options.minimax:
             minimax, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
@@ -341,6 +324,51 @@ class Rcsr(FederatedProtocol):
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
         kept = {**tensors, **table, **averages, **minimax, **stepped, **personal, **many}
         return MergeResult(State(theta, kept, values), log)
+
+    def _routed_weights(
+        self,
+        state: State,
+        table: Mapping[str, Tensor],
+        rows: Tensor,
+        replies: Sequence[Update],
+        statistics: Statistics,
+        round_: int,
+    ) -> tuple[Tensor, dict[str, Tensor], router.Adam, dict[str, float]]:
+        """The reporters' weights w^R and what the router becomes (phase 2 of algorithm 1).
+
+        Args:
+            state: the coordinator's state before the merge.
+            table: last statistics of all silos, including those of this merge.
+            rows: int64 [M], silo index of each reporter.
+            replies: replies of this merge.
+            statistics: statistics of the replies.
+            round_: number of the round.
+
+        Returns:
+            Weights float64 [M] with sum 1; the table of weights to send to silos, if any; the router after its step;
+            its loss for the log.
+        """
+        options, tensors, merges = self.options, state.tensors, int(state.values["merges"])
+        uniform = options.router == "uniform"
+        weights = aggregation.sample_weights([1 if uniform else update.samples for update in replies])
+        adam = router.Adam(
+            tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
+        )
+        log: dict[str, float] = {}
+        # Silos receive their weight within the router's pool, which may include silos outside this merge.
+        pool_weights, pool_size = weights, len(rows)
+        if options.router is True and self._router_rate(merges) > 0:
+            pool, where = self._pool(table, replies, statistics, round_)
+            if merges >= options.warmup:
+                routed = self._routed(adam.values, pool, tensors)
+                pool_weights, pool_size = routed[where], len(routed)
+                weights = pool_weights / pool_weights.sum()
+            adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, merges)
+        return weights, self._personal_weights(tensors, rows, pool_weights, pool_size), adam, log
+
+    def _router_rate(self, merges: int) -> float:
+        """The router's learning rate after so many merges. By algorithm 1 it is not trained during the warm-up."""
+        return self.options.router_rate if merges >= self.options.warmup else self.options.router_warmup_rate
 
     def _fairness_stepped(
         self,
@@ -426,7 +454,11 @@ class Rcsr(FederatedProtocol):
         """Router weights [M] (eq 7) and the filled prototypes [M, 2, d] they were computed from."""
         filled = router.filled(pool.prototypes, pool.mask, self._filler(values, tensors))
         hidden = self.options.router_mask == "input"
-        tokens = router.tokens(filled, pool.mask, pool.geometry, pool.losses, hidden)
+        losses = pool.losses
+        if self.options.router_losses == "normalised":
+            groups, seen = fairness.groups_of(pool.mask), (tensors["fair_running"], tensors["fair_seen"])
+            losses, _, _ = fairness.normalised_losses(losses, groups, *seen, self.options.fair_ema)
+        tokens = router.tokens(filled, pool.mask, pool.geometry, losses, hidden)
         scores = router.logits(router.views(values, self.router_layout), tokens, generator)
         return router.weights(scores), filled
 
@@ -444,28 +476,9 @@ class Rcsr(FederatedProtocol):
         generator = torch_generator(self.context.seed, "rcsr", "dropout", merges)
         values = adam.values.clone().requires_grad_()
         weights, filled = self._router_weights(values, pool, tensors, generator)
-        loss = router_loss(weights, filled, pool.mask, tensors[prototypes.PROTOTYPES], self.options)
+        loss = router.loss(weights, filled, pool.mask, tensors[prototypes.PROTOTYPES], self.options)
         (gradient,) = torch.autograd.grad(loss, values)
-        return router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())
-
-
-def router_loss(weights: Tensor, filled: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
-    """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9), computed in the precision of the weights.
-
-    Args:
-        weights: router weights [M].
-        filled: prototypes [M, 2, d], missing ones filled.
-        mask: [M, 2], True for prototypes that are not fillers.
-        target: global prototypes [2, d].
-        options: weights and switches.
-    """
-    filled, target = filled.to(weights.dtype), target.to(weights.dtype)
-    kept = mask.to(weights.dtype) if options.masked_pc else None
-    beta = (options.beta1, options.beta2)
-    consistency = router.prototype_consistency(weights, filled, target, kept, beta=beta, beta4=options.beta4)
-    alignment = router.alignment_consistency(weights, filled, target, options.eq9_half)
-    loss = consistency + options.beta5 * alignment
-    return functional.softplus(loss) if options.router_softplus else loss
+        return router.adam_step(adam, gradient, self._router_rate(merges)), float(loss.detach())
 
 
 PROTOCOL = Rcsr

@@ -122,7 +122,7 @@ def tiny(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "data": {"name": "features", "path": str(features)},
                 "backbone": {"name": "features", "bottleneck": 4},
                 "silos": {"count": 4},
-                "partition": {"kind": "dir_clusters", "alpha": 0.5, "clusters": 5},
+                "partition": {"kind": "dir_clusters", "alpha": 0.5, "clusters": 5, "sizes": "equal"},
                 "missing_modality": {"silos": {"silo-02": "image", "silo-03": "text"}},
                 "training": {"learning_rate": 0.003, "warmup_rounds": 1},
                 "evaluation": {"every": 2},

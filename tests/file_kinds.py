@@ -52,7 +52,7 @@ rounds: 3
 protocol: {name: rcsr, filler: zero}
 data: {name: openmoji}
 silos: &silos {count: 4}
-partition: {kind: dir_clusters, alpha: 0.5, clusters: 10}
+partition: {kind: dir_clusters, alpha: 0.5, clusters: 10, sizes: equal}
 training: {learning_rate: 1.0e-3, batch_size: 16}
 missing_modality: {silos: {silo-00: image, silo-01: text}}
 faults:

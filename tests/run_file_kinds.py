@@ -49,7 +49,7 @@ _SCENARIO = {
     "protocol": {"name": "fedbridge", "personal": True, "personal_onset": 0, "personal_epochs": 1, "warmup": 1},
     "backbone": {"name": "features", "bottleneck": 4},
     "silos": {"count": 2},
-    "partition": {"kind": "dir_clusters", "alpha": 5.0, "clusters": 2},
+    "partition": {"kind": "dir_clusters", "alpha": 5.0, "clusters": 2, "sizes": "equal"},
     "training": {"learning_rate": 0.003, "batch_size": 8},
     "evaluation": {"every": 2},
     "launcher": "inline",

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
 
-from fedmq.config.scenario import Backbone, Data, MissingModality, Partition
+from fedmq.config.scenario import Backbone, Data, Partition
+from fedmq.config.sections import MissingModality
 from fedmq.data import catalogue, partition
 from fedmq.data.labels import divergences
 from fedmq.data.partition import at_least, deal, plan
@@ -54,10 +55,52 @@ def test_every_sample_goes_to_one_silo_and_no_silo_is_empty(
     assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [("iid", "proportional"), ("iid", "equal"), ("dir_clusters", "equal")])
+def test_silo_datasets_are_equal_in_size_where_the_recipe_says_so(kind: Any, sizes: Any) -> None:
+    shares = definitions.assign(Partition(kind=kind, sizes=sizes), 7, groups(100, 10), 0)
+    assert [len(share) for share in shares] == [15, 15, 14, 14, 14, 14, 14]
+
+
+def test_proportional_sizes_split_each_cluster_by_the_silos_distributions() -> None:
+    group, test = groups(6000, 12), groups(600, 12)
+    made = partition.plan(Partition(alpha=0.3), 8, group, 0)
+    counts = definitions.group_counts(group, partition.deal(made, group))
+    wanted = made.proportions / made.proportions.sum(axis=1, keepdims=True) * np.bincount(group)[:, None]
+    assert np.abs(counts - wanted).max() <= 1
+    sizes = counts.sum(axis=0)
+    assert sizes.max() > 2 * sizes.min()
+    held = definitions.group_counts(test, partition.deal(made, test, "test"))
+    assert np.abs(held - wanted * (np.bincount(test) / np.bincount(group))[:, None]).max() <= 1
+
+
 @pytest.mark.parametrize("kind", ["iid", "dir_clusters"])
-def test_silo_datasets_are_equal_in_size_where_the_recipe_says_so(kind: Any) -> None:
-    sizes = [len(share) for share in definitions.assign(Partition(kind=kind), 7, groups(100, 10), 0)]
-    assert sizes == [15, 15, 14, 14, 14, 14, 14]
+def test_dirichlet_sizes_are_the_same_shares_of_every_split_and_uneven_by_their_own_alpha(kind: Any) -> None:
+    group, test = groups(4000, 10), groups(400, 10)
+
+    def sizes(alpha: float) -> tuple[list[int], list[int]]:
+        made = partition.plan(Partition(kind=kind, alpha=5.0, sizes="dirichlet", sizes_alpha=alpha), 8, group, 0)
+        return [len(each) for each in partition.deal(made, group)], [
+            len(each) for each in partition.deal(made, test, "test")
+        ]
+
+    train, held = sizes(1.0)
+    assert sum(train) == 4000
+    assert max(train) > 3 * min(train)
+    assert np.abs(np.array(train) / 10 - np.array(held)).max() <= 1.0
+    assert max(sizes(1e5)[0]) < 510
+
+
+def test_a_large_silo_does_not_take_the_last_items_of_a_cluster_before_the_small_ones() -> None:
+    group = np.repeat([0, 1], 500)
+    made = partition.plan(Partition(alpha=1e5, sizes="dirichlet", sizes_alpha=0.5), 4, group, 3)
+    for share in partition.deal(made, group):
+        assert abs((group[share] == 0).mean() - 0.5) < 0.25 or len(share) < 30
+
+
+@pytest.mark.parametrize("kind", ["dir_class", "shards_classes"])
+def test_sizes_of_partitions_by_label_follow_from_the_labels(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"partition\.sizes equal needs partition\.kind dir_clusters or iid"):
+        Partition(kind=kind, sizes="equal")
 
 
 def test_a_lower_alpha_makes_silos_more_heterogeneous() -> None:

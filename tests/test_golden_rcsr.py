@@ -61,7 +61,7 @@ def eq9(x: Inputs, half: bool = False) -> torch.Tensor:
 
 def router_loss(x: Inputs, logits: torch.Tensor | None = None, **changes: Any) -> torch.Tensor:
     w = weights(x) if logits is None else router.weights(logits)
-    return rcsr.router_loss(w, reported(x), t(x["mask"]).bool(), shared(x), options(x, **changes))
+    return router.loss(w, reported(x), t(x["mask"]).bool(), shared(x), options(x, **changes))
 
 
 def router_gradient(x: Inputs) -> torch.Tensor:

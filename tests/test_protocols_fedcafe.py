@@ -146,6 +146,17 @@ def test_the_weight_of_a_stale_silo_far_from_the_memory_is_capped() -> None:
     torch.testing.assert_close(held, torch.full((4,), 0.25, dtype=torch.float64))
 
 
+def test_weights_by_samples_are_those_of_equation_10_times_the_silos_sizes() -> None:
+    merged = {}
+    for options in ({}, {"weight_samples": True}):
+        run = population("fedcafe", options, kinds=((True, True),) * 2, sizes=(12, 4))
+        protocol: Any = run.protocol
+        replies = run.replies()
+        merged[bool(options)] = protocol._weights(torch.tensor([1.0, 2.0], dtype=torch.float64), replies)
+    torch.testing.assert_close(merged[False], torch.tensor([1 / 3, 2 / 3], dtype=torch.float64))
+    torch.testing.assert_close(merged[True], torch.tensor([12 / 20, 8 / 20], dtype=torch.float64))
+
+
 def test_long_rows_or_huge_supports_do_not_raise_a_silos_weight() -> None:
     run = population("fedcafe")
     replies = run.replies()

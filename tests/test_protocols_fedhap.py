@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedmq.config import resolve as scenarios
-from fedmq.config.scenario import MissingModality, Objective, Training
-from fedmq.config.sections import Evaluation
+from fedmq.config.scenario import Objective, Training
+from fedmq.config.sections import Evaluation, MissingModality
 from fedmq.data.labels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,15 +14,17 @@ import torch
 from fedmq.config.scenario import Objective
 from fedmq.data.labels import COARSE
 from fedmq.evaluation.label_metrics import cosine_metrics
-from fedmq.federation.protocol import Local
+from fedmq.federation.protocol import Local, Task, Trained
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
-from protocols import fedcmr, fedscmr
+from protocols import fedavg, fedcmr, fedscmr
 from protocols.objectives.dscmr import pair_likelihood
 from protocols.parts import aggregation, training
 from protocols.parts.personal_model import OWN
+from tests import in_process_run
 from tests.replies import payload_of, with_payload
-from tests.small_federation import population
+from tests.small_federation import part, population
+from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 3
 
@@ -75,6 +78,60 @@ def test_validation_items_are_never_trained_on() -> None:
     update, other = (next(each for each in reply.payloads if isinstance(each, PartialDelta)) for reply in replies)
     assert update.n_samples == 8
     assert np.array_equal(update.buffer, other.buffer)
+
+
+def test_pairs_held_out_by_the_scenario_replace_the_silos_own_validation_share() -> None:
+    run = population("fedscmr", kinds=PAIRED, sizes=(10, 10, 10))
+    first, task = run.context.silos[0], Task(1, 0, 0, 1e-3, run.protocol.task(run.state, run.context.silos[0]))
+    measured = []
+    for rows in (slice(0, 3), slice(3, 9)):
+        items = part(run.shares[1], rows, image=True, text=True)
+        trained = run.protocol.train(Local(first, run.shares[0], run.model, {}, validation=items), task)
+        update, value = (
+            next(each for each in trained.payloads if isinstance(each, kind))
+            for kind in (PartialDelta, MeanAveragePrecision)
+        )
+        assert update.n_samples == 10
+        measured.append((update.buffer, value))
+    assert np.array_equal(measured[0][0], measured[1][0])
+    assert measured[0][1] != measured[1][1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_no_method_trains_on_the_pairs_that_the_scenario_holds_out(
+    share: float, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Local] = {}
+    train = fedavg.FedAvg.train
+
+    def watched(protocol: fedavg.FedAvg, local: Local, task: Task) -> Trained:
+        seen[local.silo.name] = local
+        return train(protocol, local, task)
+
+    monkeypatch.setattr(fedavg.FedAvg, "train", watched)
+    off = ("protocol={name: paired_only}", "launcher=inline", "rounds=1", "participation=1.0")
+    scenario = resolved(tiny, *off, f"training.validation={share}")
+    assert in_process_run.run(scenario, tmp_path).summary is not None
+    assert sorted(seen) == ["silo-00", "silo-01"]
+    for local in seen.values():
+        if share == 0.0:
+            assert (len(local.dataset), local.validation) == (25, None)
+            continue
+        assert local.validation is not None
+        assert (len(local.dataset), len(local.validation)) == (20, 5)
+        rows = torch.cat([local.dataset.rows, local.validation.rows])
+        assert len(set(rows.tolist())) == 25
+
+
+def test_items_are_compared_in_s_unless_the_released_global_model_gives_s_prime() -> None:
+    outs = Out(torch.ones(2, 8), torch.zeros(2, 8), torch.ones(2, 8))
+    for options, space in (
+        ({}, outs.raw),
+        ({"eval_space": "enhanced"}, outs.code),
+        ({"shared_layers": "all"}, outs.code),
+    ):
+        run = population("fedscmr", options, kinds=PAIRED)
+        assert torch.equal(run.protocol._space(outs), space)  # type: ignore[attr-defined]
 
 
 def test_fedcmr_starts_from_the_merged_layer_minus_half_the_silos_displacement() -> None:

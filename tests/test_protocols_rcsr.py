@@ -303,6 +303,85 @@ def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
     assert float(weights[0] + weights[2]) > 0.9
 
 
+# ------------------------------------------------------------------------- switches of the router
+def _statistics(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Global prototypes [2, d], prototypes [4, 2, d] of silos of which 1 lacks texts and 2 images, and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    target = unit(torch.randn(2, DIM, generator=generator, dtype=torch.float64))
+    reported = unit(target + 0.5 * torch.randn(4, 2, DIM, generator=generator, dtype=torch.float64))
+    mask = torch.tensor([[1, 1], [1, 0], [0, 1], [1, 1]], dtype=torch.bool)
+    return target, router.filled(reported, mask, target), mask
+
+
+def test_masked_equation_9_is_that_of_the_paired_silos_alone() -> None:
+    target, filled, mask = _statistics(0)
+    weights = torch.tensor([0.1, 0.3, 0.4, 0.2], dtype=torch.float64)
+    found = router.alignment_consistency(weights, filled, target, False, mask.double())
+    directions = (filled[:, 0] - filled[:, 1]).numpy()[[0, 3]]
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    mixed = directions[0] / 3 + directions[1] * 2 / 3
+    mixed /= np.linalg.norm(mixed)
+    aim = (target[0] - target[1]).numpy()
+    aim /= np.linalg.norm(aim)
+    expected = 1 - mixed @ aim + (1 - directions[0] @ mixed) / 3 + (1 - directions[1] @ mixed) * 2 / 3
+    np.testing.assert_allclose(float(found), expected, rtol=1e-12)
+    nobody = router.alignment_consistency(weights, filled, target, False, torch.zeros(4, 2, dtype=torch.float64))
+    assert math.isfinite(float(nobody))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_equation_9_pushes_the_router_to_silos_with_fillers_unless_masked(masked: bool) -> None:
+    pushes = []
+    for seed in range(200):
+        target, filled, mask = _statistics(seed)
+        scores = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        options = rcsr.RcsrOptions(beta1=0.0, beta2=0.0, beta4=0.0, beta5=1.0, masked_ac=masked)
+        loss = router.loss(router.weights(scores), filled, mask, target, options)
+        (gradient,) = torch.autograd.grad(loss, scores)
+        pushes.append(float(-gradient[1:3].sum()))
+    if masked:
+        np.testing.assert_allclose(pushes, 0.0, atol=1e-15)
+    else:
+        assert np.mean(pushes) > 5 * np.std(pushes) / math.sqrt(len(pushes))
+
+
+def test_a_router_trained_during_the_warm_up_changes_no_model_before_its_end() -> None:
+    plain, trained = (population("rcsr", {"warmup": 3, "router_warmup_rate": rate}) for rate in (0.0, 1e-2))
+    start = plain.state.tensors["router"]
+    for _ in range(3):
+        reported = plain.round(), trained.round()
+    assert ["router_loss" in log for log in reported] == [False, True]
+    assert torch.equal(plain.state.theta, trained.state.theta)
+    assert torch.equal(plain.state.tensors["router"], start)
+    assert not torch.equal(trained.state.tensors["router"], start)
+    assert trained.state.values["router_steps"] == 2  # the first merge has no prototypes to train against
+    plain.round(), trained.round()
+    assert not torch.equal(plain.state.theta, trained.state.theta)
+
+
+def test_the_router_trains_with_its_own_rate_after_the_warm_up() -> None:
+    runs = [population("rcsr", {"warmup": 0, "router_warmup_rate": rate}) for rate in (0.0, 1e-2)]
+    for run in runs:
+        run.round()
+        run.round()
+    assert equal_states(runs[0].state, runs[1].state)
+
+
+@pytest.mark.parametrize("minimax", [False, True])
+def test_normalised_losses_do_not_tell_the_router_on_which_scale_a_group_trains(minimax: bool) -> None:
+    def weights(kind: str, factor: float) -> torch.Tensor:
+        run = population("rcsr", {"warmup": 0, "router_losses": kind, "minimax": minimax})
+        protocol: Any = run.protocol
+        read = protocol._read(run.replies())
+        groups = torch.tensor([1.0, factor, factor, 1.0], dtype=torch.float64)
+        pool = dataclasses.replace(read, losses=read.losses.clamp_min(0.01) * groups)
+        routed: torch.Tensor = protocol._routed(run.state.tensors["router"], pool, run.state.tensors)
+        return routed
+
+    assert torch.allclose(weights("normalised", 1.0), weights("normalised", 7.0), atol=1e-12)
+    assert not torch.allclose(weights("raw", 1.0), weights("raw", 7.0), atol=1e-6)
+
+
 # ------------------------------------------------------------------------- merging branches
 def _update(silo: SiloFacts, change: list[float]) -> Update:
     return Update(silo, 1, 0, 0, 1.0, (Delta("0" * 64, np.array(change, np.float32), 2),))

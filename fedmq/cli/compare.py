@@ -141,6 +141,15 @@ class Options:
         bool,
         typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
     ] = False
+    yardstick: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--yardstick",
+            metavar="KIND",
+            help="Add a row: a linear model of the frozen features, trained on the pooled data. classes: logistic "
+            "regressions, ranked by class probabilities; pairs: canonical correlations, without labels.",
+        ),
+    ] = None
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -231,6 +240,7 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
         vary=_in_place(file.vary, options.vary or []),
         select=_in_place(file.select, options.select or []),
         target=[*file.target, *(options.target or [])],
+        yardstick=[*file.yardstick, *(options.yardstick or [])],
         **{name: getattr(file, name) for name in missing},
     )
 
@@ -266,6 +276,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
             extensions=_EXTENSIONS if options.extensions is None else options.extensions,
+            yardstick=summary.parse_yardsticks(options.yardstick or []),
         )
         if options.select_rounds is not None and any(variation.key == "rounds" for variation in select):
             allowed = "one of them: both set the rounds of those runs"

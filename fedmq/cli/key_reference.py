@@ -43,6 +43,9 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
     for kind in reversed([kind for kind in inspect.getmro(schema) if dataclasses.is_dataclass(kind)]):
         docstring = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
         meanings |= {parameter.arg_name: _plain(parameter.description or "") for parameter in docstring.params}
+    for name, values in getattr(schema, "PRESETS", {}).items():
+        listed = ", ".join(f"{key}: {_written(value)}" for key, value in values.items())
+        meanings["preset"] += f" `{name}`: {f'`{listed}`' if listed else 'the defaults'}."
     hints = get_type_hints(schema, include_extras=True)
     return tuple(
         Key(

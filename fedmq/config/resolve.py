@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +42,8 @@ class MethodFacts:
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
         begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
             round is the default.
+        preset: keys of other sections that the method's preset sets unless the scenario does, e.g.
+            ``training.batch_size``.
     """
 
     options: Mapping[str, object]
@@ -51,6 +53,7 @@ class MethodFacts:
     weighs_single_silos: bool
     without_effect: tuple[tuple[str, object, str], ...]
     begins: tuple[tuple[str, int, str, bool], ...] = ()
+    preset: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         if scenario.data is not None:
             known.check_data(scenario.data)
         method = known.method_facts(scenario.protocol, scenario.objective)
+        scenario = _with_preset(scenario, method.preset)
         if scenario.data is None and method.pooled:
             allowed = "a federated method: with partition.kind own no process holds the data of all silos"
             raise InputError("protocol.name", scenario.protocol.label, allowed)
@@ -283,6 +287,25 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
     )
     run_id = name_of(scenario.model_dump(mode="json"))
     return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
+
+
+def _with_preset(scenario: Scenario, preset: Mapping[str, object]) -> Scenario:
+    """The scenario with the keys of a method's preset that it does not give itself.
+
+    Raises:
+        InputError: a key of the preset does not fit the scenario, e.g. a warm-up that is longer than the run.
+    """
+    if not preset:
+        return scenario
+    given = scenario.model_dump(exclude_unset=True)
+    for key, value in preset.items():
+        section, _, leaf = key.partition(".")
+        given.setdefault(section, {}).setdefault(leaf, value)
+    try:
+        return Scenario.model_validate(given)
+    except ValidationError as error:
+        allowed = f"a scenario that the preset fits: {error.errors(include_url=False)[0]['msg']}"
+        raise InputError("protocol.preset", scenario.protocol.options["preset"], allowed) from None
 
 
 def _never_begin(rounds: int, begins: Sequence[tuple[str, int, str, bool]]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fedmq.config.sections import (
     Count,
     Evaluation,
     Fraction,
-    Name,
+    MissingModality,
     NonNegative,
     Number,
     Part,
@@ -204,44 +204,25 @@ class Partition(Part):
         description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
+    sizes: Literal["proportional", "equal", "dirichlet"] = Field(
+        "proportional",
+        description="sizes of the silos. proportional: as their distributions over the groups give, n_gk = n_g p_gk / "
+        "sum_j p_gj for dir_clusters, equal for iid. equal: n/K items each, sampled in turn. dirichlet: sizes from a "
+        "Dirichlet distribution. The last two only with dir_clusters and iid",
+    )
+    sizes_alpha: Positive = Field(0.5, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
     least: Count = Field(1, description="minimum training items of a silo; smaller silos take items from the largest")
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
+        if self.sizes != "proportional" and self.kind not in ("dir_clusters", "iid"):
+            raise ValueError(
+                f"partition.sizes {self.sizes} needs partition.kind dir_clusters or iid, found {self.kind}"
+            )
         if self.shots is not None and self.kind != "shards_classes":
             raise ValueError(f"partition.shots needs partition.kind shards_classes, found {self.kind}")
         if (self.column is None) is (self.kind == "column"):
             raise ValueError("partition.kind column and partition.column need each other")
-        return self
-
-
-class MissingModality(Part):
-    """Which silos, or which training items, lack a modality."""
-
-    per: Literal["silo", "item"] = Field(
-        "silo",
-        description="whole silos lack a modality, or single training items, so that a silo holds pairs, images without "
-        "captions and captions without images",
-    )
-    rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
-    seed: Whole | None = Field(
-        None, ge=0, description="seed that draws which silos or items lack a modality; null: the run's seed"
-    )
-    only: Literal["image", "text"] | None = Field(
-        None, description="modality that these silos or items keep; null: drawn, both equally likely"
-    )
-    silos: dict[Name, Literal["image", "text"]] = Field(
-        default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> MissingModality:
-        if self.silos and self.rate > 0:
-            raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
-        if self.silos and self.per == "item":
-            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
-        if self.only and self.rate == 0:
-            raise ValueError("missing_modality.only needs missing_modality.rate above 0")
         return self
 
 
@@ -257,6 +238,12 @@ class Training(Part):
     )
     batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
     local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
+    validation: Number = Field(
+        0.0,
+        ge=0.0,
+        le=0.9,
+        description="fraction of a paired silo's pairs on which no method trains; fedscmr measures its weights on them",
+    )
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
         "cosine", description="learning rate over the rounds: decay to `decay_to`, decay in steps, or constant"
     )

@@ -1,4 +1,4 @@
-"""Schema of the sections aggregation, participation, cost, evaluation and privacy, and the base of all sections."""
+"""Schema of most sections of a scenario, such as aggregation, participation and privacy, and their common base."""
 
 from __future__ import annotations
 
@@ -28,6 +28,36 @@ class Part(BaseModel):
     """Base of every section of a scenario: frozen, and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class MissingModality(Part):
+    """Which silos, or which training items, lack a modality."""
+
+    per: Literal["silo", "item"] = Field(
+        "silo",
+        description="whole silos lack a modality, or single training items, so that a silo holds pairs, images without "
+        "captions and captions without images",
+    )
+    rate: Fraction = Field(0.0, description="fraction of the silos, or of the training pairs, with a single modality")
+    seed: Whole | None = Field(
+        None, ge=0, description="seed that draws which silos or items lack a modality; null: the run's seed"
+    )
+    only: Literal["image", "text"] | None = Field(
+        None, description="modality that these silos or items keep; null: drawn, both equally likely"
+    )
+    silos: dict[Name, Literal["image", "text"]] = Field(
+        default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MissingModality:
+        if self.silos and self.rate > 0:
+            raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+        if self.silos and self.per == "item":
+            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
+        if self.only and self.rate == 0:
+            raise ValueError("missing_modality.only needs missing_modality.rate above 0")
+        return self
 
 
 class Wire(Part):

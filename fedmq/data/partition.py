@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.config.scenario import MissingModality, Partition
+from fedmq.config.scenario import Partition
+from fedmq.config.sections import MissingModality
 from fedmq.errors import InputError
 from fedmq.seeds import derive, numpy_generator
 
@@ -41,6 +42,7 @@ class PartitionPlan:
     # 1); with ``dir_clusters``, column k is silo k's distribution over groups (columns sum to 1).
     proportions: F64
     seed: int
+    shares: F64  # float64 [K], each silo's share of the items with ``partition.sizes: dirichlet``, else equal ones
 
 
 # --------------------------------------------------------------------------- groups
@@ -175,11 +177,29 @@ def _equal_sizes(total: int, silos: int) -> list[int]:
     return [total // silos + (silo < total % silos) for silo in range(silos)]
 
 
-def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> list[I64]:
-    """Equal-sized silo datasets, sampled round-robin without replacement (our reading of RCSR).
+def _sizes(plan_: PartitionPlan, total: int) -> list[int]:
+    """Each silo's number of samples of a split of ``total`` ones, unless its distribution gives it."""
+    if plan_.partition.sizes != "dirichlet":
+        return _equal_sizes(total, plan_.silos)
+    sizes: list[int] = split_counts([total], plan_.shares[None])[0].tolist()
+    return sizes
+
+
+def _turns(plan_: PartitionPlan, total: int) -> list[int]:
+    """Silo of each of the ``total`` draws: each silo's turns are spread evenly over all of them."""
+    sizes = _sizes(plan_, total)
+    if plan_.partition.sizes == "equal":
+        return [drawn % plan_.silos for drawn in range(total)]
+    when = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
+    turns: list[int] = np.repeat(np.arange(plan_.silos), sizes)[np.argsort(when, kind="stable")].tolist()
+    return turns
+
+
+def _in_turn(groups: I64, proportions: F64, turns: Sequence[int], generator: np.random.Generator) -> list[I64]:
+    """Silo datasets of given sizes, sampled without replacement; ``turns`` has the silo of each draw.
 
     In its turn a silo samples a group from its distribution, renormalised over the groups that still have samples, and
-    takes the next of the group's shuffled samples. Round-robin keeps the last silos from receiving only leftovers. A
+    takes the next of the group's shuffled samples. Taking turns keeps the last silos from receiving only leftovers. A
     silo whose groups are all exhausted samples in proportion to the remaining samples.
     """
     count, silos = proportions.shape
@@ -196,8 +216,7 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
             cumulative.append(list(accumulate((mass if mass.sum() > 1e-300 else left).tolist())))
 
     renormalise()
-    for drawn in range(len(groups)):
-        silo = drawn % silos
+    for drawn, silo in enumerate(turns):
         edges = cumulative[silo]
         group = min(bisect_right(edges, uniform[drawn] * edges[-1]), count - 1)
         while not stock[group]:  # rounding moved the draw onto an edge
@@ -270,7 +289,11 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
             if partition.balanced:
                 sizes = np.bincount(groups, minlength=count)
                 proportions = until_balanced(sizes, proportions, partition.alpha, generator)
-    return PartitionPlan(partition, silos, proportions, seed)
+    shares = np.full(silos, 1 / silos)
+    if partition.sizes == "dirichlet":
+        drawn = numpy_generator(seed, "partition", "sizes")
+        shares = drawn.dirichlet(np.full(silos, partition.sizes_alpha))
+    return PartitionPlan(partition, silos, proportions, seed, shares)
 
 
 def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.random.Generator) -> F64:
@@ -328,10 +351,15 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
     proportions[: len(plan_.proportions)] = plan_.proportions
     match partition.kind:
         case "iid":
-            parts = np.array_split(generator.permutation(len(groups)), silos)
+            ends = np.cumsum(_sizes(plan_, len(groups)))[:-1]
+            parts = np.split(generator.permutation(len(groups)), ends)
+        case "dir_clusters" if partition.sizes == "proportional":
+            total = proportions.sum(axis=1, keepdims=True)
+            shares = np.where(total > 0, proportions / np.maximum(total, np.finfo(float).tiny), 1 / silos)
+            parts = _by_counts(groups, split_counts(np.bincount(groups, minlength=count), shares), generator)
         case "dir_clusters":
             proportions[len(plan_.proportions) :] = 0
-            parts = _in_turn(groups, proportions, generator)
+            parts = _in_turn(groups, proportions, _turns(plan_, len(groups)), generator)
         case "shards_classes":
             counts = _shard_counts(np.bincount(groups, minlength=count), proportions)
             if split == "train" and partition.shots is not None:

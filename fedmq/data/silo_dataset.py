@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmq.config.scenario import MissingModality
+from fedmq.config.sections import MissingModality
 from fedmq.data.partition import assignment_seed
 from fedmq.data.prepared_arrays import Prepared, Present, first_rows, mapped
 from fedmq.seeds import numpy_generator

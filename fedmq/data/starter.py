@@ -210,7 +210,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
     trained, drawn = _drawn(data, plan.silos)
     clusters = min(10, trained // 4)
     if clusters >= 2:
-        partition = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, least: {LEAST}}}"
+        partition = f"partition: {{kind: dir_clusters, alpha: 0.5, clusters: {clusters}, sizes: equal, least: {LEAST}}}"
         why = (
             "# Silos get different topics: clusters of captions, distributed unevenly. A larger alpha makes silos "
             "more alike."

@@ -92,6 +92,8 @@ class ComparisonPlan:
     select_rounds: int | None = None  # rounds of those runs; None takes the scenario's
     zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
     extensions: int = 0  # how often the grids are extended if a chosen value is at the edge of its grid
+    # Linear yardsticks to add as rows, keys of ``summary.YARDSTICKS``, on the first entry's data.
+    yardstick: tuple[str, ...] = ()
     same_mask: bool = False  # whether a scenario has the same silos lack a modality with every seed
     measured_on_validation: bool = False  # whether candidates are chosen on the split on which they are then evaluated
 

@@ -21,6 +21,11 @@ from fedmq.storage.json_files import Stored
 from fedmq.text import did_you_mean, nearest
 
 ZERO_SHOT = "zero-shot"
+#: Linear yardsticks (``fedmq.experiments.yardstick``), with what a table's notes say of them.
+YARDSTICKS: Mapping[str, str] = {
+    "classes": "logistic regressions of the classes on each modality's features, on the pooled pairs",
+    "pairs": "canonical correlations of both modalities' features, on the pooled pairs",
+}
 _CONFIDENCE = 0.95
 
 
@@ -101,12 +106,21 @@ class Row:
     diverged: tuple[str, ...] = ()
 
 
+def yardstick_row(kind: str) -> str:
+    """Name of a yardstick's row."""
+    return f"yardstick ({kind})"
+
+
+def references_of(plan: ComparisonPlan) -> tuple[str, ...]:
+    """Names of the requested rows that no run trains: zero-shot, then the yardsticks."""
+    return (*((ZERO_SHOT,) if plan.zero_shot else ()), *map(yardstick_row, plan.yardstick))
+
+
 def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
-    """All rows: the zero-shot row first, if requested, then those of the plan."""
-    if not plan.zero_shot:
-        return plan.entries
+    """All rows: those that no run trains, with the first entry's data, then those of the plan."""
     first = plan.entries[0]
-    return (Entry(ZERO_SHOT, ZERO_SHOT, first.point, first.file, first.settings), *plan.entries)
+    references = (Entry(name, name, first.point, first.file, first.settings) for name in references_of(plan))
+    return (*references, *plan.entries)
 
 
 def _peers(entry: Entry, plan: ComparisonPlan) -> list[Entry]:
@@ -124,14 +138,14 @@ def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
         InputError: no method or row has the name in ``plan.baseline``.
     """
     against: dict[str, str | None] = {}
-    all_entries = entries_of(plan)
+    all_entries, references = entries_of(plan), references_of(plan)
     if plan.baseline == NO_BASELINE:
         return dict.fromkeys(entry.name for entry in all_entries)
     for entry in all_entries:
         peers = _peers(entry, plan)
         fitting = [other for other in all_entries if other.name == plan.baseline]
         fitting = fitting or [other for other in peers if plan.baseline in (None, other.method)]
-        fitting = [other for other in fitting if other.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
+        fitting = [other for other in fitting if other.name not in references or other.name == plan.baseline]
         if not fitting:
             names = dict.fromkeys(name for other in all_entries for name in (other.method, other.name))
             allowed = ", ".join([*names, NO_BASELINE])
@@ -144,15 +158,28 @@ def rows(
     plan: ComparisonPlan,
     chosen: Mapping[str, tuple[str, ...] | None],
     finished: Mapping[str, Mapping[int, FinishedRun]],
+    yardsticks: Mapping[str, Mapping[int, Mapping[str, object]]] | None = None,
 ) -> tuple[Row, ...]:
     """Statistics of every row against its baseline.
+
+    Args:
+        plan: the comparison.
+        chosen: each row's settings selected on the validation split.
+        finished: finished runs, by row and seed.
+        yardsticks: what each of the plan's yardsticks reaches, by its name and seed.
 
     Raises:
         InputError: the baseline does not exist.
     """
     results = dict(finished)
+    first = finished[plan.entries[0].name]
     if plan.zero_shot:
-        results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}
+        results[ZERO_SHOT] = {seed: run.untrained() for seed, run in first.items()}
+    for kind in plan.yardstick:
+        by_seed = (yardsticks or {}).get(kind, {})
+        results[yardstick_row(kind)] = {
+            seed: run.with_figures(by_seed[seed]) for seed, run in first.items() if seed in by_seed
+        }
     columns = {name: _columns(runs, plan) for name, runs in results.items()}
     custom_metrics = tuple(
         {metric for runs in results.values() for run in runs.values() for metric in run.custom_metrics}
@@ -293,6 +320,18 @@ def parse_target(text: str) -> Target:
         return Target(metric, target)
     except ValueError:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
+
+
+def parse_yardsticks(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Check the requested yardsticks; a repeated one counts once.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    for kind in kinds:
+        if kind not in YARDSTICKS:
+            raise InputError("--yardstick", kind, " or ".join(YARDSTICKS))
+    return tuple(dict.fromkeys(kinds))
 
 
 def check_across(plan: ComparisonPlan) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, at_edge, shown
-from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, Row, Statistic
+from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, YARDSTICKS, Row, Statistic, yardstick_row
 from fedmq.runs.result_limits import about_silos
 from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
@@ -167,6 +167,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
         notes += _claims(rows)
+    notes += [f"{yardstick_row(kind)}: {YARDSTICKS[kind]}" for kind in plan.yardstick]
     ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
     if read:
@@ -224,7 +225,7 @@ def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
 
 
 def _summaries(row: Row) -> list[RunSummary]:
-    """Summaries of a row's runs; zero-shot runs have none."""
+    """Summaries of a row's runs; rows that no run trains have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
 
 

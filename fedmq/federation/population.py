@@ -20,8 +20,8 @@ import torch
 
 from fedmq.config.plug_ins import label
 from fedmq.config.run_id import facts_of, name_of
-from fedmq.config.scenario import DEVICE, MissingModality, Scenario
-from fedmq.config.sections import Modality
+from fedmq.config.scenario import DEVICE, Scenario
+from fedmq.config.sections import MissingModality, Modality
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest

@@ -131,6 +131,7 @@ class Local:
     # In a silo with both modalities, the items with an image only and those with captions only, as far as there are
     # any; empty unless the method's traits say that it trains on them.
     unpaired: tuple[SiloDataset, ...] = ()
+    validation: SiloDataset | None = None  # pairs held out by ``training.validation``; None if there are none
     epochs: EpochStore | None = field(default=None, compare=False)  # keeps snapshots of a long task; None keeps none
 
     @property

@@ -372,9 +372,9 @@ def _prepared_facts(name: str, scenario: Scenario, population: Population, progr
 def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
     """Check a scenario's data, and its partition as far as possible without encoding.
 
-    If the features are cached, the facts include ``silos`` and ``duplicates_of_training_items``. OpenMoji's features
-    are extracted immediately, those of other data sets by ``fedmq data features``. The error with which a run would
-    refuse the data, such as missing labels that the method needs, is the last of ``problems``.
+    If the features are cached, the facts include ``silos`` and ``duplicates_of_training_items``. Features of the
+    embedded sets are extracted immediately, those of other data sets by ``fedmq data features``. The error with which a
+    run would refuse the data, such as missing labels that the method needs, is the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be partitioned as required.
@@ -382,7 +382,7 @@ def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
     scenario = run.scenario
     data, backbone = scenario.dataset, scenario.backbone
     known: extract.ExtractionPlan | Path
-    if data.name in ("openmoji", "features") or backbone.name == "features":
+    if data.name == "features" or catalogue.packaged(data.name) or backbone.name == "features":
         population = build_population(scenario, progress)
         known, facts = population.prepared.folder, _prepared_facts(data.name, scenario, population, progress)
         facts = replace(facts, published=_published(data, facts.items, len(facts.labels)))

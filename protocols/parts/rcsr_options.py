@@ -13,6 +13,18 @@ from fedmq.config.sections import Count, Fraction, NonNegative, Positive
 from protocols.parts import personal_adapter
 from protocols.parts.losses import TauOptions
 
+#: Departures of the defaults from the paper's equations. Its text masks the fillers of eq 8, but not those of eqs 9 and
+#: 11. Its values of table 3 are the defaults, here and in the section training.
+_PRINTED: Mapping[str, object] = {
+    "proto_unit": False,
+    "masked_ema": False,
+    "router_over": "reporters",
+    "fair_update": "paper",
+    "fair_center": False,
+    "branch_renorm": False,
+    "backbone.head": "mlp",
+}
+
 
 @dataclass(frozen=True)
 class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
@@ -47,9 +59,17 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
         masked_pc: leave fillers out of eq 8; if false, include them as printed.
+        masked_ac: compute eq 9 over the paired silos alone, with renormalised weights; if false, over all silos, as
+            printed. A silo that lacks a modality has a filler at one end of its direction, which brings it near the
+            global direction: the printed eq 9 raises the weights of these silos.
         eq9_half: halve eq 9, as the released code does.
         router_softplus: apply softplus to the router's loss, as the released code does.
         router_rate: learning rate of the router's Adam optimiser.
+        router_warmup_rate: learning rate of the router during the warm-up, in which its weights are not used. 0 leaves
+            it untrained, as printed: the first merge after the warm-up uses the router's initial parameters.
+        router_losses: losses that the router sees: ``raw``, as printed, or ``normalised`` as in eq 10, divided by the
+            running mean of their group of silos (paired, image only, text only); without ``minimax``, by the group's
+            mean in the router's pool. A raw loss tells the router whether a silo is paired.
         router_mask: ``input`` hides fillers from the router, ``none`` shows them; its input (``tokens`` in
             ``protocols/parts/router.py``) is both prototypes, their cosine, geometry, mask and loss.
         router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
@@ -75,6 +95,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
             ``router`` weights (eq 13).
         s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
             15 reporters all plain weights are near 1/15 and eq 13 is nearly constant. Only with ``personal: router``.
+        preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, or ``ours``.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -83,12 +104,35 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "client_align": ("lambda_a",),
         "router=true|anchor=multi": ("warmup",),
         "router=true|masked_ema=false": ("filler",),
-        "router=true": ("beta?", "router_*", "masked_pc", "eq9_half"),
+        "router=true": ("beta?", "router_*", "masked_?c", "eq9_half"),
         "minimax": ("fair_*",),
         "fair_update=entropic|fair_update=code": ("fair_tau",),
         "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),
         "personal": ("lambda_p", "personal_*"),
         "personal=router": ("s_norm",),
+    }
+    PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "printed": _PRINTED,
+        "released": {
+            **_PRINTED,
+            "warmup": 0,
+            "ema": 0.95,
+            "proto_unit": True,
+            "beta4": 0.1,
+            "masked_pc": False,
+            "eq9_half": True,
+            "router_softplus": True,
+            "router_mask": "none",
+            "fair_update": "code",
+            "fair_center": True,  # it has no effect on raw losses
+            "backbone.adapter_std": 0.001,
+        },
+        "ours": {
+            "masked_ac": True,
+            "router_warmup_rate": 1e-3,
+            "router_losses": "normalised",
+            "aggregation.single_weight": 0.2,
+        },
     }
     BEGINS: ClassVar[Mapping[str, str]] = {
         "warmup": "the router and the clusters of prototypes",
@@ -114,9 +158,12 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     beta4: NonNegative = 0.2
     beta5: NonNegative = 0.3
     masked_pc: bool = True
+    masked_ac: bool = False
     eq9_half: bool = False
     router_softplus: bool = False
     router_rate: Positive = 1e-3
+    router_warmup_rate: NonNegative = 0.0
+    router_losses: Literal["raw", "normalised"] = "raw"
     router_mask: Literal["input", "none"] = "input"
     router_over: Literal["reporters", "table"] | None = None
     fair_eta: NonNegative = 0.1
@@ -127,6 +174,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     branch_renorm: bool = True
     personal: Literal["none", "fixed", "router"] = "none"
     s_norm: Literal["plain", "relative"] = "plain"
+    preset: Literal["printed", "released", "ours"] | None = None
 
     def __post_init__(self) -> None:
         if self.fair_update == "entropic" and self.fair_eta * self.fair_tau > 1:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fedmq.wire.layout import Layout
 from protocols.parts.losses import EPSILON, cosine, unit
+from protocols.parts.rcsr_options import RcsrOptions
 
 WIDTH = 128
 HEADS = 4
@@ -204,7 +205,9 @@ def prototype_consistency(
     return beta[0] * distance[0] + beta[1] * distance[1] - beta4 * entropy(weights)
 
 
-def alignment_consistency(weights: Tensor, prototypes: Tensor, target: Tensor, half: bool = False) -> Tensor:
+def alignment_consistency(
+    weights: Tensor, prototypes: Tensor, target: Tensor, half: bool = False, mask: Tensor | None = None
+) -> Tensor:
     """L_ac (RCSR eq 9): 1 - cos(d̂, d̄) + sum_k w_k (1 - cos(d_k, d̂)), d_k = unit(p_I^k - p_T^k), d̂ = unit(sum w_k d_k).
 
     Args:
@@ -212,12 +215,37 @@ def alignment_consistency(weights: Tensor, prototypes: Tensor, target: Tensor, h
         prototypes: [M, 2, d], filled.
         target: [2, d] global prototypes, constants.
         half: halve both parts, as the released code does.
+        mask: 0/1 [M, 2], keeps silos with both prototypes, with renormalised weights, because otherwise weight on the
+            others would lower the loss; a constant if there are none. None keeps all silos, as printed.
     """
+    if mask is not None:
+        weights = weights * mask.prod(1)
+        weights = weights / weights.sum().clamp_min(EPSILON)
     directions = unit(prototypes[:, 0] - prototypes[:, 1])
     mixed = unit(weights @ directions)
     aim = unit(target[0] - target[1]).detach()
     loss = 1 - cosine(mixed, aim) + (weights * (1 - cosine(directions, mixed))).sum()
     return 0.5 * loss if half else loss
+
+
+def loss(weights: Tensor, filled: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
+    """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9), computed in the precision of the weights.
+
+    Args:
+        weights: router weights [M].
+        filled: prototypes [M, 2, d], missing ones filled.
+        mask: [M, 2], True for prototypes that are not fillers.
+        target: global prototypes [2, d].
+        options: weights and switches.
+    """
+    filled, target = filled.to(weights.dtype), target.to(weights.dtype)
+    kept = mask.to(weights.dtype) if options.masked_pc else None
+    beta = (options.beta1, options.beta2)
+    consistency = prototype_consistency(weights, filled, target, kept, beta=beta, beta4=options.beta4)
+    paired = mask.to(weights.dtype) if options.masked_ac else None
+    alignment = alignment_consistency(weights, filled, target, options.eq9_half, paired)
+    total = consistency + options.beta5 * alignment
+    return functional.softplus(total) if options.router_softplus else total
 
 
 # --------------------------------------------------------------------------- one step of Adam

@@ -41,6 +41,7 @@ REFUSED = (
     ("compare --select training.learning_rate=1,-1", "--select training.learning_rate: found -1"),
     ("compare --select rounds=1,2 --select-rounds 1", "--select rounds: found"),
     ("compare --select-seed 1", "--select-seed: found"),
+    ("compare --extensions 1", "--extensions: found"),
     ("compare --select training.learning_rate=1,1.0", "candidates that differ"),
     ("compare --select device=cpu,auto", "it trains the same model as device"),
     ("compare --select wire.padding=true,false", "it trains the same model as"),
@@ -218,7 +219,7 @@ def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
     started = simulated_runs
     arguments = ["sweep", tiny, "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
     options = ["--select-seed", "4", "--select-rounds", "3", "--seeds", "0,1", "--metric", "mean_r1", "--out"]
-    shown = printed(*arguments, *options, tmp_path)
+    shown = printed(*arguments, "--extensions", "0", *options, tmp_path)
     assert started == [
         *(f"tiny, seed 4 (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2)),
         "tiny, seed 0",
@@ -231,11 +232,31 @@ def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
     assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
 
 
+def test_a_chosen_edge_extends_the_grid_as_often_as_allowed_and_the_table_says_so(
+    simulated_runs: list[str], tiny: Path, tmp_path: Path
+) -> None:
+    """The simulated runs are better the larger the rate is."""
+    command = ["compare", tiny, "--select", "training.learning_rate=0.1,0.2", "--metric", "mean_r1", "--seeds", "0"]
+    tables = {}
+    for times, rates in (("2", (0.1, 0.2, 0.4, 0.8)), ("0", (0.1, 0.2))):
+        del simulated_runs[:]
+        printed(*command, "--extensions", times, "--out", tmp_path / times)
+        trials = [f"tiny, seed 0 (training.learning_rate={rate})" for rate in rates]
+        assert simulated_runs == [*trials, "tiny, seed 0"]
+        tables[times] = (tmp_path / times / "table.md").read_text()
+        assert f"chosen at the edge of the values tried: tiny learning\\_rate={rates[-1]}" in tables[times].replace(
+            "learning_rate", "learning\\_rate"
+        )
+    beyond = "tried beyond the given values, or as often between them: tiny learning_rate=0.4; tiny learning_rate=0.8"
+    assert beyond in tables["2"] and "tried beyond" not in tables["0"]
+    assert ",4,2," in (tmp_path / "2" / "table.csv").read_text()
+
+
 def test_a_choice_on_the_evaluated_split_is_reported_before_and_with_the_results(
     simulated_runs: list[str], tiny: Path, tmp_path: Path
 ) -> None:
     options = ["--select", "training.learning_rate=0.1,0.3", "--set", "evaluation.split=val", "--seeds", "0"]
-    done = completed("compare", tiny, *options, "--metric", "mean_r1", "--out", tmp_path)
+    done = completed("compare", tiny, "--extensions", "0", *options, "--metric", "mean_r1", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     warning = "evaluation.split is val, on which --select chooses"
     for text in (done.stderr, (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()):

@@ -242,3 +242,50 @@ def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named
         {"warmup": 1, "filler": "zero"},
     ]
     assert not list(planning.without_options(together))
+
+
+# ---------------------------------------------------------------------------------------------------- values at an edge
+def selecting(tiny: Path, *select: str, vary: str = "protocol=fedavg,rcsr") -> ComparisonPlan:
+    return ComparisonPlan(entries(tiny, [vary], list(select)), (0,), extensions=3)
+
+
+def added(plan: ComparisonPlan | None) -> dict[str, list[tuple[str, ...]]]:
+    return {} if plan is None else {entry.name: list(entry.added) for entry in plan.entries}
+
+
+def test_a_grid_grows_past_a_chosen_edge_and_other_rows_try_as_many_values_between(tiny: Path) -> None:
+    plan = selecting(tiny, "training.learning_rate=0.001,0.003,0.009")
+    chosen = {"fedavg": ("training.learning_rate=0.009",), "rcsr": ("training.learning_rate=0.003",)}
+    larger = planning.grown(plan, chosen, resolve)
+    assert added(larger) == {
+        "fedavg": [("training.learning_rate=0.027",)],
+        "rcsr": [("training.learning_rate=0.0052",)],
+    }
+    assert larger is not None and [len(entry.candidates) for entry in larger.entries] == [4, 4]
+    chosen["fedavg"] = ("training.learning_rate=0.027",)
+    again = planning.grown(larger, chosen, resolve)
+    assert added(again)["fedavg"][1:] == [("training.learning_rate=0.081",)]
+    assert added(again)["rcsr"][1:] == [("training.learning_rate=0.00395",)]
+
+
+def test_a_grid_does_not_grow_if_every_chosen_value_is_within_it(tiny: Path) -> None:
+    plan = selecting(tiny, "training.learning_rate=0.001,0.003,0.009")
+    within = dict.fromkeys(("fedavg", "rcsr"), ("training.learning_rate=0.003",))
+    assert planning.grown(plan, within, resolve) is None
+    assert planning.grown(plan, dict.fromkeys(within), resolve) is None, "no candidate could be chosen"
+
+
+def test_a_grid_grows_at_each_edge_but_not_past_what_is_allowed(tiny: Path) -> None:
+    plan = selecting(tiny, "training.local_epochs=1,2,4", "training.momentum=0,0.5", vary="protocol=fedavg")
+    (name,) = (entry.name for entry in plan.entries)
+    low = {name: ("training.local_epochs=1", "training.momentum=0")}
+    assert planning.grown(plan, low, resolve) is None, "neither 0 epochs nor a negative momentum"
+    high = {name: ("training.local_epochs=4", "training.momentum=0")}
+    assert added(planning.grown(plan, high, resolve)) == {name: [("training.local_epochs=8", "training.momentum=0")]}
+    assert planning.at_edge(plan.entries[0], high[name]) == {"training.local_epochs": 4, "training.momentum": 0}
+
+
+def test_lists_of_words_and_flags_have_no_edge(tiny: Path) -> None:
+    plan = selecting(tiny, "training.optimizer=adam,sgd", "aggregation.robust.rule=none,median")
+    chosen = {entry.name: entry.candidates[-1] for entry in plan.entries}
+    assert planning.grown(plan, chosen, resolve) is None

@@ -18,9 +18,10 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError
 from fedmq.experiments import files, tuning
 from fedmq.experiments import process_pool as pool
+from fedmq.experiments.grid import Entry
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.tuning import TrialState, Tuned
-from tests.command_line import printed, refused
+from tests.command_line import completed, printed, refused
 from tests.in_process_jobs import InThisProcess, run_jobs_here
 from tests.threaded_run import resolved, run_of
 
@@ -96,6 +97,37 @@ def test_methods_get_equal_budgets_and_the_best_settings_become_scenarios(
     assert max(map(len, table)) <= 80 and folder.startswith(str(out))
     spec(tiny, tmp_path, metric="mean_r10")
     assert "another tuning file" in refused("tune", path, "--out", out)
+
+
+@pytest.mark.parametrize(
+    ("space", "inside", "at_edge"),
+    [
+        (files.Range(low=1e-4, high=1e-2, log=True), (2e-4, 5e-3), (1e-4, 1.2e-4, 9e-3)),
+        (files.Range(low=0.0, high=1.0), (0.06, 0.9), (0.0, 0.04, 0.97)),
+        (files.Range(low=1, high=4), (2, 3), (1, 4)),
+        ((0.1, 0.3, 1.0), (0.3,), (0.1, 1.0)),
+        (("adam", "sgd"), ("adam", "sgd"), ()),
+    ],
+)
+def test_a_best_value_at_an_end_of_a_list_or_near_a_bound_is_at_the_edge(
+    tiny: Path, space: Any, inside: tuple[Any, ...], at_edge: tuple[Any, ...]
+) -> None:
+    entry = Entry("fedavg", "fedavg", (), tiny, ())
+    method = files.TunedMethod("fedavg", entry, {"key": space}, {}, 2, 0)
+    for value in (*inside, *at_edge):
+        best = tuning.Trial("fedavg", 0, TrialState.FINISHED, 0.5, {"key": value})
+        assert tuning.at_edge(method, best) == ({"key": value} if value in at_edge else {})
+
+
+@pytest.mark.slow
+def test_a_best_value_at_the_edge_is_reported(tiny: Path, tmp_path: Path, here: list[str]) -> None:
+    for name, values, warns in (("end", [0.001, 0.003], True), ("word", ["adam", "adamw"], False)):
+        key = "training.learning_rate" if warns else "training.optimizer"
+        path = spec(tiny, tmp_path, search={key: values}, trials=1, batch=1)
+        done = completed("tune", path, "--out", tmp_path / name, "--quiet")
+        assert done.returncode == 0, done.stderr
+        assert (f"warning rcsr: the best {key}, 0.00" in done.stderr) is warns
+        assert ("is at the edge of what was searched" in done.stderr) is warns
 
 
 @pytest.mark.slow

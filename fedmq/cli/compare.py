@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _PLAIN_SECONDS = 30.0
 _SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
+_EXTENSIONS = 3
+#: Options that have an effect only with ``--select``.
+_OF_CHOICE = ("select_rounds", "select_seed", "extensions")
 
 Files = Annotated[
     list[Path],
@@ -91,6 +94,15 @@ class Options:
         int | None,
         typer.Option(
             "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
+        ),
+    ] = None
+    extensions: Annotated[
+        int | None,
+        typer.Option(
+            "--extensions",
+            min=0,
+            help="How often --select tries further values if a chosen number is at the edge of its list, for all rows "
+            f"equally many; {_EXTENSIONS} by default.",
         ),
     ] = None
     metric: Annotated[
@@ -218,7 +230,7 @@ def _merged_options(options: Options) -> Options:
 def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
     """A comparison file's options, overridden by the command line's."""
     # Only zero_shot is false if it is not given.
-    single = ("seeds", "metric", "baseline", "across", "select_seed", "select_rounds", "zero_shot", "runs")
+    single = ("seeds", "metric", "baseline", "across", "zero_shot", "runs", *_OF_CHOICE)
     missing = [name for name in single if getattr(options, name) is None or getattr(options, name) is False]
     return replace(
         options,
@@ -263,17 +275,18 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
             select_seed=options.select_seed or 0,
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
+            extensions=_EXTENSIONS if options.extensions is None else options.extensions,
             yardstick=summary.parse_yardsticks(options.yardstick or []),
         )
         if options.select_rounds is not None and any(variation.key == "rounds" for variation in select):
             allowed = "one of them: both set the rounds of those runs"
             raise InputError("--select rounds", "together with --select-rounds", allowed)
-        for option, given in (("--select-rounds", options.select_rounds), ("--select-seed", options.select_seed)):
+        for option, given in ((f"--{name.replace('_', '-')}", getattr(options, name)) for name in _OF_CHOICE):
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [entry for entry in made.entries if len(entry.candidates) > 1]
         splits = {resolve(entry.file, list(entry.settings), None).scenario.evaluation.split for entry in chosen}
-        masks = {resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries}
+        masks = [resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries]
         same_mask = len(seeds) > 1 and any(mask.rate and mask.seed is not None for mask in masks)
         made = replace(made, measured_on_validation="val" in splits, same_mask=same_mask)
         summary.baselines(made)
@@ -313,6 +326,7 @@ def carry_out(options: Options) -> None:
         comparison = runner.carry_out(plan, place, progress, until_stopped)
     if comparison.stopped:
         exit_stopped(command_line())
+    plan = comparison.plan or plan
     table = tables.grid(comparison.rows, plan)
     title = f"{options.kind}: {', '.join(map(str, [options.source] if options.source else options.files))}"
     _write_tables(comparison, plan, table, folder)

@@ -165,6 +165,8 @@ def _short(value: Any) -> str:
 
 
 def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path]) -> None:
+    from fedmq.experiments import tuning  # noqa: PLC0415
+
     for method in plan.methods:
         failed = [t for t in tuned.trials if t.method == method.name and t.state in ("failed", "refused")]
         for trial in failed:
@@ -172,6 +174,10 @@ def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path]) -> None:
             err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
         if method.name not in tuned.best:
             err.print(f"[red]failed[/red] no trial of {escape(method.name)} finished", soft_wrap=True)
+            continue
+        for key, value in tuning.at_edge(method, tuned.best[method.name]).items():
+            line = f"{method.name}: the best {key}, {_short(value)}, is at the edge of what was searched: widen that"
+            err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
     if files:
         command = shlex.join(["fedmq", "compare", *map(str, files.values()), "--seeds", "0,1,2"])
         err.print(

@@ -89,6 +89,7 @@ class ComparisonFile(BaseModel):
     select: Annotated[tuple[_Select, ...], _Repeated] = ()
     select_seed: int | None = Field(None, ge=0, strict=True)
     select_rounds: Annotated[Count, Field(strict=True)] | None = None
+    extensions: int | None = Field(None, ge=0, strict=True)
     seeds: Annotated[str, _checked(grid.parse_seeds), _Listed] | None = None
     metric: Annotated[str, _checked(parse_metrics), _Listed] | None = None
     baseline: str | None = None

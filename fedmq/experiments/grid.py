@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Entry:
     settings: tuple[str, ...]  # ``--set`` options of all its runs
     # Alternative further settings, one of which is selected on the validation split.
     candidates: tuple[tuple[str, ...], ...] = ((),)
+    added: tuple[tuple[str, ...], ...] = ()  # those among them that :func:`grown` added to the given ones
 
     def name_but_for(self, key: str) -> str:
         """The row's name without one varied key; rows that differ only in that key share it."""
@@ -89,6 +91,7 @@ class ComparisonPlan:
     select_seed: int = 0  # seed of the runs on the validation split
     select_rounds: int | None = None  # rounds of those runs; None takes the scenario's
     zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
+    extensions: int = 0  # how often the grids are extended if a chosen value is at the edge of its grid
     # Linear yardsticks to add as rows, keys of ``summary.YARDSTICKS``, on the first entry's data.
     yardstick: tuple[str, ...] = ()
     same_mask: bool = False  # whether a scenario has the same silos lack a modality with every seed
@@ -303,6 +306,99 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
     if key == "protocol" and isinstance(method, Mapping) and method.get("name") == own["name"]:
         return tuple(f"protocol.{name}={json.dumps(option, default=str)}" for name, option in method.items())
     return Variation(key, (value,)).settings
+
+
+# ------------------------------------------------------------------------------------------------ values at an edge
+def _numbers(entry: Entry) -> dict[str, list[float]]:
+    """The values that a row tries of each key, in ascending order, if they are at least two numbers."""
+    tried: dict[str, dict[str, Any]] = {}
+    for setting in itertools.chain.from_iterable(entry.candidates):
+        key, _, text = setting.partition("=")
+        tried.setdefault(key, {})[text] = json.loads(text)
+    found = {key: list(values.values()) for key, values in tried.items()}
+    return {
+        key: sorted(values)
+        for key, values in found.items()
+        if len(values) > 1 and all(isinstance(value, int | float) and type(value) is not bool for value in values)
+    }
+
+
+def at_edge(entry: Entry, chosen: Sequence[str]) -> dict[str, float]:
+    """The chosen values that are the smallest or largest of those tried, by key; none if nothing was chosen."""
+    values = {key: json.loads(text) for key, _, text in (setting.partition("=") for setting in chosen)}
+    ends = {key: (tried[0], tried[-1]) for key, tried in _numbers(entry).items()}
+    return {key: values[key] for key, both in ends.items() if values.get(key) in both}
+
+
+def _rounded(value: float, tried: Sequence[float]) -> float:
+    """A value to three digits, or a whole one if all values tried are."""
+    return round(value) if all(isinstance(each, int) for each in tried) else float(f"{value:.3g}")
+
+
+def _beyond(tried: Sequence[float], chosen: float) -> float:
+    """The next value past the edge of a grid: by the ratio of its last two values, or by their distance."""
+    inner, edge = (tried[-2], tried[-1]) if chosen == tried[-1] else (tried[1], tried[0])
+    return _rounded(edge * edge / inner if min(inner, edge) > 0 else 2 * edge - inner, tried)
+
+
+def _between(tried: Sequence[float], chosen: float) -> Iterator[float]:
+    """Values between the chosen one and its neighbours, the larger first: geometric means, or else arithmetic ones."""
+    place = list(tried).index(chosen)
+    for other in (*tried[place + 1 : place + 2], *tried[max(0, place - 1) : place]):
+        middle = math.sqrt(chosen * other) if min(chosen, other) > 0 else (chosen + other) / 2
+        yield _rounded(middle, tried)
+
+
+def grown(plan: ComparisonPlan, chosen: Mapping[str, Sequence[str] | None], resolve: Resolve) -> ComparisonPlan | None:
+    """The plan with further candidates if a chosen value is at the edge of its grid; None if there are none to add.
+
+    A row at an edge also tries the next value beyond it, with its other choices. So that all rows have equally many
+    trials, the others try as many values between a chosen one and its neighbours.
+
+    Args:
+        plan: the plan.
+        chosen: the selected settings of each row, by name; None if none could be selected.
+        resolve: refuses a value that is not allowed, beyond which a grid does not grow.
+    """
+    more, rows = dict[str, list[tuple[str, ...]]](), [entry for entry in plan.entries if len(entry.candidates) > 1]
+    selecting = [(entry, choice) for entry in rows if (choice := chosen[entry.name]) is not None]
+    for entry, choice in selecting:
+        edges, numbers = at_edge(entry, choice), _numbers(entry)
+        beyond = [_with(choice, key, _beyond(numbers[key], value)) for key, value in edges.items()]
+        more[entry.name] = [candidate for candidate in beyond if _is_new(entry, candidate, resolve)]
+    most = max(map(len, more.values()), default=0)
+    if not most:
+        return None
+    for entry, choice in selecting:
+        own = more[entry.name]
+        for key, tried in _numbers(entry).items():
+            (value,) = (json.loads(text) for name, _, text in (each.partition("=") for each in choice) if name == key)
+            for middle in _between(tried, value):
+                candidate = _with(choice, key, middle)
+                if len(own) < most and candidate not in own and _is_new(entry, candidate, resolve):
+                    own.append(candidate)
+    entries = (
+        replace(entry, candidates=(*entry.candidates, *new), added=(*entry.added, *new))
+        for entry in plan.entries
+        for new in [more.get(entry.name, [])]
+    )
+    return replace(plan, entries=tuple(entries))
+
+
+def _with(chosen: Sequence[str], key: str, value: float) -> tuple[str, ...]:
+    """Settings with another value of a key."""
+    return tuple(f"{key}={json.dumps(value)}" if _key(setting) == key else setting for setting in chosen)
+
+
+def _is_new(entry: Entry, candidate: tuple[str, ...], resolve: Resolve) -> bool:
+    """Whether a row does not try these settings yet, and its scenario allows them."""
+    if candidate in entry.candidates:
+        return False
+    try:
+        resolve(entry.file, [*entry.settings, *candidate], None)
+    except InputError:
+        return False
+    return True
 
 
 def without_options(entries: Sequence[Entry]) -> Iterator[str]:

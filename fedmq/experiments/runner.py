@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as jobs
 from fedmq.experiments import yardstick
-from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, named_by
+from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, grown, named_by
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
@@ -63,6 +63,7 @@ class Comparison:
     runs: int = 0  # number of different runs, those on the validation split included
     # One line for each run whose training diverged in all silos, by its title; such a run is not repeated.
     diverged: Mapping[str, str] = field(default_factory=dict)
+    plan: ComparisonPlan | None = None  # the plan with the grids as they were extended; None if it was stopped
     # One line for each trial that could not be chosen, and for each column without values.
     warnings: tuple[str, ...] = ()
 
@@ -233,29 +234,60 @@ def carry_out(
             split has the metric by which candidates are selected.
     """
     with exclusive_use(place.runs):
-        trials = trials_of(plan, place)
         for entry, seed in itertools.product(plan.entries, plan.seeds):
             run_of(entry, entry.candidates[0], seed, place)  # reports bad data now, not after hours of trials
         first_entry = plan.entries[0]
         by_seed = {seed: run_of(first_entry, first_entry.candidates[0], seed, place).resolved for seed in plan.seeds}
         yardsticks = {kind: yardstick.figures(kind, by_seed) for kind in plan.yardstick}
         stop_wanted = until_stopped()
-        first = _do(
-            trials.values(), place.jobs, lambda progress: report("choosing on validation", progress), stop_wanted
-        )
-        if first.stopped:
-            return Comparison((), first.errors, True)
-        chosen = {entry.name: choose(entry, trials, plan.metrics[0]) for entry in plan.entries}
+        choice = _choose_all(plan, place, lambda progress: report("choosing on validation", progress), stop_wanted)
+        plan = choice.plan
+        if choice.stopped:
+            return Comparison((), choice.errors, True)
         runs = {
-            (entry.name, seed): run_of(entry, choice, seed, place)
+            (entry.name, seed): run_of(entry, settings, seed, place)
             for entry in plan.entries
-            if (choice := chosen[entry.name]) is not None
+            if (settings := choice.chosen[entry.name]) is not None
             for seed in plan.seeds
         }
         second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
+        errors = {**choice.errors, **second.errors}
         if second.stopped:
-            return Comparison((), {**first.errors, **second.errors}, True)
-        return _collected(plan, chosen, trials, runs, yardsticks, {**first.errors, **second.errors})
+            return Comparison((), errors, True)
+        return _collected(plan, choice.chosen, choice.trials, runs, yardsticks, errors)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What was selected on the validation split."""
+
+    plan: ComparisonPlan  # with the grids as they were extended
+    trials: Mapping[tuple[str, Settings], Run]  # by row and candidate
+    chosen: Mapping[str, Settings | None]  # by row
+    errors: Mapping[str, str]
+    stopped: bool = False
+
+
+def _choose_all(
+    plan: ComparisonPlan,
+    place: Workplace,
+    report: Callable[[jobs.JobProgress], None],
+    stop_wanted: Callable[[], bool],
+) -> _Choice:
+    """Select a candidate for each row, and extend the grids as often as allowed while a chosen value is at an edge."""
+    trials, errors, left = dict[tuple[str, Settings], Run](), dict[str, str](), plan.extensions
+    while True:
+        new = {which: run for which, run in trials_of(plan, place).items() if which not in trials}
+        trials |= new
+        ended = _do(new.values(), place.jobs, report, stop_wanted)
+        errors |= ended.errors
+        if ended.stopped:
+            return _Choice(plan, trials, {}, errors, stopped=True)
+        chosen = {entry.name: choose(entry, trials, plan.metrics[0]) for entry in plan.entries}
+        larger = grown(plan, chosen, place.resolve) if left else None
+        if larger is None:
+            return _Choice(plan, trials, chosen, errors)
+        plan, left = larger, left - 1
 
 
 def _collected(
@@ -293,7 +325,7 @@ def _collected(
     )
     left_out = [f"{title} cannot be chosen: {why}" for (_, title), why in refused.items() if title not in failed]
     warnings = (*left_out, *empty_columns(plan, made))
-    return Comparison(made, failed, False, len({run.name for _, run in everything}), diverged, warnings)
+    return Comparison(made, failed, False, len({run.name for _, run in everything}), diverged, plan, warnings)
 
 
 def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], Run]:

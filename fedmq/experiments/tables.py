@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fedmq.experiments.grid import ComparisonPlan, shown
+from fedmq.experiments.grid import ComparisonPlan, at_edge, shown
 from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, YARDSTICKS, Row, Statistic, yardstick_row
 from fedmq.runs.result_limits import about_silos
 from fedmq.runs.results import made_otherwise
@@ -189,11 +189,29 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
         where = f"on the validation split, seed {plan.select_seed}{length}"
         notes.append(f"chosen: best of the candidates tried, by {metric} {where}")
-        notes += measured_where_chosen(plan)
+        notes += [*measured_where_chosen(plan), *_extended(rows)]
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
     notes += [*_silos(rows), *_same_models(rows), *_below_start(rows), *_made_otherwise(rows)]
     return tuple(notes)
+
+
+def _extended(rows: Sequence[Row]) -> list[str]:
+    """Which candidates were added to the given ones, and which chosen values are still at the edge of their grid."""
+    added = [
+        f"{row.entry.name} {', '.join(_setting(text, short=True) for text in candidate)}"
+        for row in rows
+        for candidate in row.entry.added
+    ]
+    edges = [
+        f"{row.entry.name} {key.rpartition('.')[2]}={value:g}"
+        for row in rows
+        for key, value in at_edge(row.entry, row.chosen).items()
+    ]
+    return [
+        *([f"tried beyond the given values, or as often between them: {'; '.join(added)}"] if added else []),
+        *([f"chosen at the edge of the values tried: {'; '.join(edges)}"] if edges else []),
+    ]
 
 
 def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
@@ -352,6 +370,7 @@ def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
             **dict(row.entry.point),
             "chosen": " ".join(_setting(text, short=False) for text in row.chosen),
             "tried": len(row.entry.candidates),
+            "added": len(row.entry.added),
             "against": row.against,
             **{
                 f"{column}.{part}": None if isinstance(value, float) and math.isnan(value) else value

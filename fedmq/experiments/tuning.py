@@ -35,6 +35,8 @@ from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 #: Maximum size of a journal [bytes].
 _MOST_BYTES = 1 << 30
 _ALLOWED = "the journal of this search; delete it to begin the search again with the runs that are done"
+#: Fraction of a range, on its scale, within which a value counts as at a bound.
+_NEAR = 0.05
 
 
 class TrialState(StrEnum):
@@ -129,6 +131,22 @@ def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
         method: max((each for each in finished if each.method == method), key=lambda each: sign * (each.value or 0.0))
         for method in dict.fromkeys(trial.method for trial in finished)
     }
+
+
+def at_edge(method: TunedMethod, best: Trial) -> dict[str, float]:
+    """The values of a trial at the edge of what was searched, by key: an end of a list of numbers, or near a bound."""
+    found = dict[str, float]()
+    for key, space in method.space.items():
+        value = best.values[key]
+        if not isinstance(space, Range):
+            numbers = [each for each in space if isinstance(each, int | float) and not isinstance(each, bool)]
+            at_end = len(numbers) == len(space) and value in (min(numbers), max(numbers))
+        else:
+            low, high, here = (math.log(each) if space.log else each for each in (space.low, space.high, value))
+            at_end = min(here - low, high - here) <= _NEAR * (high - low)
+        if at_end:
+            found[key] = value
+    return found
 
 
 def first_runs(plan: TunePlan, place: Workplace) -> list[ResolvedRun]:

@@ -169,7 +169,7 @@ def test_the_image_tower_over_features_has_a_hidden_layer_unless_the_paper_is_fo
         assert shapes["visual.last.weight"] == (4, 7 if hidden else 6)
 
 
-def test_by_default_dcmh_weighs_the_balance_of_bits_with_zero_and_the_quantisation_with_one() -> None:
+def test_by_default_dcmh_weighs_the_balance_of_bits_a_thousandth_of_the_quantisation() -> None:
     sums = torch.tensor([3.0, 5.0, 1e6])
-    assert float(dcmh.batch_loss(sums, 2, 10, dcmh.Options())) == pytest.approx((3.0 + 5.0) / 20)
+    assert float(dcmh.batch_loss(sums, 2, 10, dcmh.Options())) == pytest.approx((3.0 + 5.0 + 1e3) / 20)
     assert float(dcmh.batch_loss(sums, 2, 10, dcmh.Options(eta=1.0))) == pytest.approx((3.0 + 5.0 + 1e6) / 20)

@@ -327,6 +327,8 @@ class _Process:
             counters.add_seconds("gathering", waited)
         while True:
             run_context, theta = setting or _resumable(self.arguments, data, saved, self.accepted)
+            if saved is None and set(run_context.steps.values()) == {1}:
+                self.log.note(LogEvent.ONE_STEP_TASKS, batch_size=run_context.scenario.training.batch_size)
             loop, earlier = self._loop_of(run_context, theta, saved, counters), self._loop
             self._loop = loop
             if run_context.scenario.evaluation.keep != "last":

@@ -34,6 +34,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import TaskInfo
 from fedmq.wire.payloads import Delta, Loss, PartialDelta, Payload
 from protocols.parts.robust import LEAST
+from protocols.parts.training import steps_per_task
 
 
 def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:
@@ -165,6 +166,12 @@ class RunContext:
     def traits(self) -> Traits:
         """The method's declared traits."""
         return self.protocol.traits()
+
+    @cached_property
+    def steps(self) -> dict[str, int]:
+        """Optimiser steps of a task of each silo that the method can select."""
+        counts = zip(self.context.silos, self.samples, strict=True)
+        return {silo.name: steps_per_task(self.scenario, n) for silo, n in counts if silo.name in self.plan.eligible}
 
     @property
     def gives_up(self) -> bool:

@@ -19,18 +19,19 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import gpu_of
 from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
-from fedmq.evaluation.recall import fairness_of, means
+from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
-from fedmq.models.objective_registry import OBJECTIVES
+from fedmq.models.objective_registry import OBJECTIVES, network_of
 from fedmq.packages import versions
 from fedmq.profiling import span
 from fedmq.runs.data_records import AgreementRecord
 from fedmq.runs.release import ReleaseConfig, model_card
-from fedmq.runs.results import read_metrics, result_digests
+from fedmq.runs.results import read_metrics, result_digests, shared_evaluations
 from fedmq.runs.run_records import (
+    BelowStart,
     EvaluatedItems,
     EvaluationLine,
     MessageCounts,
@@ -126,12 +127,14 @@ def _per_silo(
     loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
 ) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
+    known = {"steps": loop.run_context.steps, "label_divergence": data.label_divergence}
     for silo, pairs in zip(data.silos, data.pairs(loop.run_context.scenario.evaluation.split), strict=True):
         said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
             "samples": data.training_items(silo).all,
             "heldout": pairs,
+            **{key: values[silo.name] for key, values in known.items() if silo.name in values},
             "participations": loop.counters.participations[silo.name],
             "tasks": loop.rounds.sequences.get(silo.name, 0),
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),
@@ -191,6 +194,8 @@ def _optional_keys(
     traits, optional = loop.run_context.traits, dict[str, object]()
     if own is not None:
         optional["own_heldout"] = own
+    if (below := _below_start(loop)) is not None:
+        optional["below_start"] = below
     if config.released_with:
         optional["released_with"] = config.released_with
     if loop.counters.unusable:
@@ -213,6 +218,19 @@ def _optional_keys(
     if traits.public_items is not None:
         optional["public_items"] = traits.public_items
     return optional | _optional_facts(loop, data, own)
+
+
+def _below_start(loop: Loop) -> BelowStart | None:
+    """The metric in which the last evaluation of the shared model is below the first, as far as the run trains it."""
+    scenario, evaluations = loop.run_context.scenario, shared_evaluations(read_metrics(loop.run_context.folder))
+    if loop.run_context.traits.personal_only or not evaluations:
+        return None
+    first, last = (choose(evaluations, key=lambda line: line.version) for choose in (min, max))
+    metric = "map" if network_of(scenario.objective) is not None and "map" in first.metrics else HEADLINE
+    if first.version or metric not in first.metrics or metric not in last.metrics:
+        return None
+    before, after = first.metrics[metric], last.metrics[metric]
+    return BelowStart(metric=metric, before=before, after=after) if after < before else None
 
 
 def _measured(
@@ -272,6 +290,9 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
         moved, before = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (state.theta - initial, initial))
         change = float(moved / before.clamp(min=torch.finfo(initial.dtype).tiny))
         summary = summary.model_copy(update={"change": change})
+    if (below := summary.below_start) is not None:
+        values = {"before": below.before, "after": below.after}
+        loop.log.note(LogEvent.BELOW_START, caused_by=loop.phase_cause, metric=below.metric, **values)
     write_json(folder.summary, summary.plain())
     scenario = run_context.scenario
     card = model_card(config, summary, scenario.protocol.label, scenario.evaluation.split)

@@ -239,17 +239,17 @@ def weighted(
 ) -> Update:
     """A validated update with its weights in a merge into ``version``, and the branches that its silo lacks."""
     age, context = version - update.base_version, run_context.context
-    aggregation, eligible, rarity = run_context.scenario.aggregation, run_context.plan.eligible, 1.0
+    aggregation, eligible, weight = run_context.scenario.aggregation, run_context.plan.eligible, 1.0
     if aggregation.mode != "sync" and aggregation.balance is not None:
         mean = sum(merged[name] for name in eligible) / len(eligible)
-        rarity = participation_weight(merged[update.silo.name], mean, aggregation.balance)
+        weight = participation_weight(merged[update.silo.name], mean, aggregation.balance)
     layers = run_context.traits.shared_layers
     return replace(
         update,
         staleness=age,
         damping=damping(aggregation.staleness, age),
         payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
-        participation_weight=rarity,
+        participation_weight=weight,
         modality_weight=1.0 if update.silo.paired else aggregation.single_weight,
         base=states[update.base_version],
     )

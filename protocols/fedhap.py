@@ -283,7 +283,8 @@ class FedHap(FederatedProtocol):
         default = 0.0 if context.whole_rounds else _STEADY
         self.hysteresis = default if options.hysteresis is None else options.hysteresis
         triplets = context.objective.base == "triplet"
-        self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
+        # The other bases' losses are means, so eq 3 is one beside them.
+        self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options(reduce="mean")
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:

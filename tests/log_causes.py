@@ -22,7 +22,7 @@ OUTSIDE = frozenset(
     {
         LogEvent.STARTED, LogEvent.RESUMED, LogEvent.EXTENDED, LogEvent.INLINE, LogEvent.AGREED, LogEvent.SILO_ABSENT,
         LogEvent.NOT_DELIVERED, LogEvent.EVALUATOR_ABSENT, LogEvent.NOT_MEASURED, LogEvent.ERROR_REPORTED,
-        LogEvent.STALE_SESSIONS,
+        LogEvent.STALE_SESSIONS, LogEvent.ONE_STEP_TASKS,
         LogEvent.REFUSALS_COUNTED, LogEvent.KEYS_UNREADABLE, LogEvent.STATUS_REQUESTED, LogEvent.WALL_CLOCK_FAULTS,
     }
 )  # fmt: skip

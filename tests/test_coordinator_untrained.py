@@ -20,6 +20,7 @@ from fedmq.errors import RunError
 from fedmq.runs.report import run_report
 from fedmq.runs.status import read_status
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Delta, Loss, Payload
 from silos.tasks import Silo
@@ -112,6 +113,30 @@ def test_refusals_of_scripted_attacks_are_counted_apart_and_do_not_end_the_run(t
         f"silo-0{number}": (0, 1) for number in range(4)
     }
     assert not written.never_merged
+
+
+def test_a_run_whose_tasks_are_single_steps_says_so(tiny: Path, tmp_path: Path) -> None:
+    for name, batch_size, warns in (("one", 128, True), ("several", 8, False)):
+        out, batch = tmp_path / name, f"training.batch_size={batch_size}"
+        written = in_process_run.run(resolved(tiny, *EVERYONE, batch), out).summary
+        assert written is not None and written.one_step_tasks is warns
+        for place in (screen_of(written, out), (out / "report.html").read_text()):
+            assert ("every task is one optimiser step" in place) is warns
+        assert [note["batch_size"] for note in in_process_run.notes(out, LogEvent.ONE_STEP_TASKS)] == [128] * warns
+    assert {silo.steps for silo in written.per_silo.values()} != {1}
+
+
+def test_a_run_that_ends_below_its_start_says_so(tiny: Path, tmp_path: Path) -> None:
+    for name, rate, warns in (("worse", 0.5, True), ("better", 0.003, False)):
+        out, learning = tmp_path / name, (f"training.learning_rate={rate}", "training.warmup_rounds=0", "rounds=4")
+        written = in_process_run.run(resolved(tiny, "participation=1", *learning), out).summary
+        lines = in_process_run.lines(out, "evaluation")
+        before, after = (lines[at]["metrics"]["mean_r1"] for at in (0, -1))
+        assert (after < before) is warns
+        for place in (screen_of(written, out), (out / "report.html").read_text()):
+            assert (f"worse than before training: R@1 {after:.4f}, untrained {before:.4f}" in place) is warns
+        expected = [{"metric": "mean_r1", "before": before, "after": after}] if warns else []
+        assert in_process_run.notes(out, LogEvent.BELOW_START) == expected
 
 
 # ------------------------------------------------------------------------------------- any silo's updates are refused

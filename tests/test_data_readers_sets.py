@@ -264,7 +264,7 @@ def test_the_reference_page_has_a_layout_and_a_snippet_for_every_set() -> None:
     text = (ROOT / "docs" / "reference" / "data_sets.md").read_text()
     for name in SETS:
         assert f"\n### {name}\n" in text, name
-        path = "}" if name == "openmoji" else ", path:"
+        path = "}" if SETS[name].packaged else ", path:"
         assert f"data: {{name: {name}{path}" in text, name
 
 

@@ -58,6 +58,7 @@ baseline: fedavg
 across: silos.count
 target: mean_r1=0.5
 zero_shot: true
+yardstick: classes
 runs: shared
 """
 
@@ -66,7 +67,8 @@ SAME = [
     "--set", "rounds=4", "--set", "training.batch_size=16", "--vary", "silos.count=4,5",
     "--vary", "protocol=fedavg,{name: rcsr, filler: zero}", "--select", "training.learning_rate=0.1,0.2",
     "--select-seed", "3", "--select-rounds", "2", "--seeds", "4,5", "--metric", "mean_r1,mean_r5,bytes.up",
-    "--baseline", "fedavg", "--across", "silos.count", "--target", "mean_r1=0.5", "--zero-shot", "--runs", "shared",
+    "--baseline", "fedavg", "--across", "silos.count", "--target", "mean_r1=0.5", "--zero-shot",
+    "--yardstick", "classes", "--runs", "shared",
 ]  # fmt: skip
 
 

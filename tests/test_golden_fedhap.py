@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 
 from fedmq.models.hash_networks import signs
@@ -56,14 +57,14 @@ def eq4(x: Inputs, i: int, kind: triplet.Distance) -> torch.Tensor:
 
 def eq2_all(x: Inputs, i: int) -> torch.Tensor:
     codes, labels, _ = silo(x, i)
-    everything = triplet.Options(margin=float(x["margin"]), mining="all", mu=0.0)
+    everything = triplet.Options(margin=float(x["margin"]), mining="all", reduce="mean", mu=0.0)
     return triplet.loss(Samples(codes, labels, None), everything, GENERATOR)
 
 
 def eq3_all(x: Inputs, i: int) -> torch.Tensor:
     codes, labels, _ = silo(x, i)
     _, valid = means_and_valid(x, [0, 1, 2])
-    everything = triplet.Options(margin=float(x["margin"]), mining="all")
+    everything = triplet.Options(margin=float(x["margin"]), mining="all", reduce="mean")
     return fedhap.prototype_triplets(
         Samples(codes, labels, None), prototypes(x, [0, 1, 2]), valid, everything, GENERATOR
     )
@@ -153,3 +154,29 @@ CHECKS: dict[str, Check] = {
 
 def test_golden_fedhap() -> None:
     compare_all("fedhap", CHECKS)
+
+
+def test_by_default_eqs_2_3_and_7_are_the_printed_sums() -> None:
+    """Independent loops over every triplet; all options but the mining, which the paper leaves open, are defaults."""
+    random = np.random.default_rng(3)
+    codes, prototypes, classes = random.normal(size=(7, 5)), random.normal(size=(3, 5)), np.array([0, 1, 2, 0, 1, 2, 0])
+
+    def apart(a: np.ndarray, b: np.ndarray) -> float:
+        return 1 - float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+    quantisation = ((codes - np.where(codes >= 0, 1, -1)) ** 2).sum()
+    among_codes = sum(
+        max(apart(codes[j], codes[p]) - apart(codes[j], codes[n]) + 0.5, 0)
+        for j, p, n in np.ndindex(7, 7, 7)
+        if j != p and classes[j] == classes[p] != classes[n]
+    )
+    with_prototypes = sum(
+        max(apart(codes[j], prototypes[classes[j]]) - apart(codes[j], prototypes[n]) + 0.5, 0)
+        for j, n in np.ndindex(7, 3)
+        if n != classes[j]
+    )
+    samples, options = Samples(t(codes), t(np.eye(3)[classes]), None), triplet.Options(mining="all")
+    assert float(triplet.loss(samples, options, GENERATOR)) == pytest.approx(among_codes + 0.05 * quantisation)
+    valid = torch.ones(3, dtype=torch.bool)
+    found = fedhap.prototype_triplets(samples, t(prototypes), valid, options, GENERATOR)
+    assert float(found) == pytest.approx(with_prototypes)

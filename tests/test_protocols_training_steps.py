@@ -100,7 +100,9 @@ def labels_of(run: SmallFederation) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- FedHAP
-HAP = Objective.model_validate({"base": "triplet", "bits": BITS, "hidden": 16, "mining": "all", "mu": 0.3})
+HAP = Objective.model_validate(
+    {"base": "triplet", "bits": BITS, "hidden": 16, "mining": "all", "reduce": "mean", "mu": 0.3}
+)
 
 
 def all_triplets(anchors: Tensor, candidates: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

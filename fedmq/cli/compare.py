@@ -129,6 +129,15 @@ class Options:
         bool,
         typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
     ] = False
+    yardstick: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--yardstick",
+            metavar="KIND",
+            help="Add a row: a linear model of the frozen features, trained on the pooled data. classes: logistic "
+            "regressions, ranked by class probabilities; pairs: canonical correlations, without labels.",
+        ),
+    ] = None
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -219,6 +228,7 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
         vary=_in_place(file.vary, options.vary or []),
         select=_in_place(file.select, options.select or []),
         target=[*file.target, *(options.target or [])],
+        yardstick=[*file.yardstick, *(options.yardstick or [])],
         **{name: getattr(file, name) for name in missing},
     )
 
@@ -253,6 +263,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
             select_seed=options.select_seed or 0,
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
+            yardstick=summary.parse_yardsticks(options.yardstick or []),
         )
         if options.select_rounds is not None and any(variation.key == "rounds" for variation in select):
             allowed = "one of them: both set the rounds of those runs"
@@ -262,7 +273,9 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [entry for entry in made.entries if len(entry.candidates) > 1]
         splits = {resolve(entry.file, list(entry.settings), None).scenario.evaluation.split for entry in chosen}
-        made = replace(made, measured_on_validation="val" in splits)
+        masks = {resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries}
+        same_mask = len(seeds) > 1 and any(mask.rate and mask.seed is not None for mask in masks)
+        made = replace(made, measured_on_validation="val" in splits, same_mask=same_mask)
         summary.baselines(made)
         summary.check_across(made)
         summary.check_metrics(made, resolve)

@@ -30,8 +30,7 @@ from fedmq.runs.result_limits import (
     own_gallery,
     training_warnings,
 )
-from fedmq.runs.results import read_metrics
-from fedmq.runs.run_records import EvaluationLine, RunSummary
+from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import counted, duration_text, first_few, print_json, printable, size_text
@@ -317,13 +316,12 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     console.print(f"{paths}{_audit(summary, folder)}", markup=False, no_wrap=True, overflow="ignore", crop=False)
     for line in (*chosen_by_validation(summary), *items_left_out(summary)):
         say(console, line, "yellow")
-    print_warnings(summary, folder, console)
+    print_warnings(summary, console)
 
 
-def print_warnings(summary: RunSummary, folder: RunFolder, console: Console) -> None:
-    """Warn that a run trained only in part, hardly at all, or made the model worse."""
-    untrained = next((line.metrics for line in read_metrics(folder) if isinstance(line, EvaluationLine)), {})
-    for line in training_warnings(summary, untrained):
+def print_warnings(summary: RunSummary, console: Console) -> None:
+    """Warn that a run trained only in part, in single steps or hardly at all, or made the model worse."""
+    for line in training_warnings(summary):
         say(console, line, "yellow")
 
 
@@ -341,7 +339,7 @@ def print_outcome(summary: RunSummary, folder: RunFolder, command: str, *, as_js
     """Print the result; exit if the evaluator did not answer; ``command`` then evaluates the last version."""
     if as_json:
         print_json({"folder": str(folder.root), **summary.plain()})
-        print_warnings(summary, folder, err)
+        print_warnings(summary, err)
     else:
         print_summary(summary, folder, out)
     if text := not_evaluated(summary):

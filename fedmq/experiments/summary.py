@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,11 @@ from fedmq.storage.json_files import Stored
 from fedmq.text import did_you_mean, nearest
 
 ZERO_SHOT = "zero-shot"
+#: Linear yardsticks (``fedmq.experiments.yardstick``), with what a table's notes say of them.
+YARDSTICKS: Mapping[str, str] = {
+    "classes": "logistic regressions of the classes on each modality's features, on the pooled pairs",
+    "pairs": "canonical correlations of both modalities' features, on the pooled pairs",
+}
 _CONFIDENCE = 0.95
 
 
@@ -35,6 +40,21 @@ class Statistic:
     low: float  # lower bound of its 95 % t-interval; NaN below two seeds
     high: float  # upper bound; likewise
     pairs: int  # number of common seeds
+    p: float = math.nan  # p-value of a paired t-test of the difference; NaN below two seeds
+    holm: float = math.nan  # the same with Holm's correction for all comparisons of the column with a baseline
+
+
+#: Seeds from which on a difference may be claimed, and the level of the corrected test.
+ENOUGH_SEEDS, LEVEL = 5, 0.05
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction of p-values for many comparisons (Holm 1979); NaN is no comparison and stays."""
+    tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    corrected, least = list(p_values), 0.0
+    for rank, (p, place) in enumerate(tested):
+        least = corrected[place] = max(least, min(1.0, (len(tested) - rank) * p))
+    return corrected
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
@@ -48,9 +68,10 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
         warnings.simplefilter("ignore", RuntimeWarning)  # too few values give NaN
         middle, error = differences.mean(), differences.std(ddof=1) / np.sqrt(len(common))
         half = stats.t.ppf((1 + _CONFIDENCE) / 2, len(common) - 1) * error
+        p = 2 * stats.t.sf(abs(middle) / error, len(common) - 1) if middle else 1.0 if len(common) > 1 else math.nan
         figures = (sample.mean(), sample.std(ddof=1), middle, middle - half, middle + half)
     mean, std, difference, low, high = map(float, figures)
-    return Statistic(len(sample), mean, std, difference, low, high, len(common))
+    return Statistic(len(sample), mean, std, difference, low, high, len(common), float(p))
 
 
 def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Metric] = ()) -> set[int]:
@@ -85,12 +106,21 @@ class Row:
     diverged: tuple[str, ...] = ()
 
 
+def yardstick_row(kind: str) -> str:
+    """Name of a yardstick's row."""
+    return f"yardstick ({kind})"
+
+
+def references_of(plan: ComparisonPlan) -> tuple[str, ...]:
+    """Names of the requested rows that no run trains: zero-shot, then the yardsticks."""
+    return (*((ZERO_SHOT,) if plan.zero_shot else ()), *map(yardstick_row, plan.yardstick))
+
+
 def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
-    """All rows: the zero-shot row first, if requested, then those of the plan."""
-    if not plan.zero_shot:
-        return plan.entries
+    """All rows: those that no run trains, with the first entry's data, then those of the plan."""
     first = plan.entries[0]
-    return (Entry(ZERO_SHOT, ZERO_SHOT, first.point, first.file, first.settings), *plan.entries)
+    references = (Entry(name, name, first.point, first.file, first.settings) for name in references_of(plan))
+    return (*references, *plan.entries)
 
 
 def _peers(entry: Entry, plan: ComparisonPlan) -> list[Entry]:
@@ -108,14 +138,14 @@ def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
         InputError: no method or row has the name in ``plan.baseline``.
     """
     against: dict[str, str | None] = {}
-    all_entries = entries_of(plan)
+    all_entries, references = entries_of(plan), references_of(plan)
     if plan.baseline == NO_BASELINE:
         return dict.fromkeys(entry.name for entry in all_entries)
     for entry in all_entries:
         peers = _peers(entry, plan)
         fitting = [other for other in all_entries if other.name == plan.baseline]
         fitting = fitting or [other for other in peers if plan.baseline in (None, other.method)]
-        fitting = [other for other in fitting if other.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
+        fitting = [other for other in fitting if other.name not in references or other.name == plan.baseline]
         if not fitting:
             names = dict.fromkeys(name for other in all_entries for name in (other.method, other.name))
             allowed = ", ".join([*names, NO_BASELINE])
@@ -128,15 +158,28 @@ def rows(
     plan: ComparisonPlan,
     chosen: Mapping[str, tuple[str, ...] | None],
     finished: Mapping[str, Mapping[int, FinishedRun]],
+    yardsticks: Mapping[str, Mapping[int, Mapping[str, object]]] | None = None,
 ) -> tuple[Row, ...]:
     """Statistics of every row against its baseline.
+
+    Args:
+        plan: the comparison.
+        chosen: each row's settings selected on the validation split.
+        finished: finished runs, by row and seed.
+        yardsticks: what each of the plan's yardsticks reaches, by its name and seed.
 
     Raises:
         InputError: the baseline does not exist.
     """
     results = dict(finished)
+    first = finished[plan.entries[0].name]
     if plan.zero_shot:
-        results[ZERO_SHOT] = {seed: run.untrained() for seed, run in finished[plan.entries[0].name].items()}
+        results[ZERO_SHOT] = {seed: run.untrained() for seed, run in first.items()}
+    for kind in plan.yardstick:
+        by_seed = (yardsticks or {}).get(kind, {})
+        results[yardstick_row(kind)] = {
+            seed: run.with_figures(by_seed[seed]) for seed, run in first.items() if seed in by_seed
+        }
     columns = {name: _columns(runs, plan) for name, runs in results.items()}
     custom_metrics = tuple(
         {metric for runs in results.values() for run in runs.values() for metric in run.custom_metrics}
@@ -149,6 +192,7 @@ def rows(
         }
         for name, by_column in columns.items()
     }
+    correct(statistics)
     return tuple(
         Row(
             entry,
@@ -160,6 +204,14 @@ def rows(
         )
         for entry in entries_of(plan)
     )
+
+
+def correct(statistics: Mapping[str, dict[str, Statistic]]) -> None:
+    """Fill in the corrected p-values: the rows of a table that have a baseline are a family in each column."""
+    for column in dict.fromkeys(column for by_column in statistics.values() for column in by_column):
+        corrected = holm([by_column[column].p for by_column in statistics.values()])
+        for by_column, value in zip(statistics.values(), corrected, strict=True):
+            by_column[column] = replace(by_column[column], holm=value)
 
 
 def _columns(results: Mapping[int, FinishedRun], plan: ComparisonPlan) -> dict[str, dict[int, float]]:
@@ -268,6 +320,18 @@ def parse_target(text: str) -> Target:
         return Target(metric, target)
     except ValueError:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
+
+
+def parse_yardsticks(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Check the requested yardsticks; a repeated one counts once.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    for kind in kinds:
+        if kind not in YARDSTICKS:
+            raise InputError("--yardstick", kind, " or ".join(YARDSTICKS))
+    return tuple(dict.fromkeys(kinds))
 
 
 def check_across(plan: ComparisonPlan) -> None:

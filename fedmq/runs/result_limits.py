@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedmq.evaluation.metrics import metric_of, shown
-from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
 from fedmq.runs.status import StatusFile
-from fedmq.text import counted, enumerated, first_few, printable
+from fedmq.text import counted, enumerated, first_few, printable, spread
 from fedmq.wire.messages import EVALUATOR
 
 #: Galleries with fewer items give coarse metrics.
@@ -120,8 +119,30 @@ def name_some(names: Sequence[str]) -> str:
     return first_few(shown_names, _MANY) if len(shown_names) > _MANY else enumerated(shown_names)
 
 
-def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> Iterator[str]:
-    """Lines that warn that a run trained only in part, hardly at all, or made the model worse."""
+#: Why a run of such tasks says little about a method, and what to change.
+ONE_STEP_TASKS = (
+    "every task is one optimiser step, in which a proximal term or any other pull towards the downloaded model has no "
+    "effect; a smaller training.batch_size or more training.local_epochs give more steps"
+)
+
+
+def about_silos(silos: Sequence[tuple[int, int | None, float | None]]) -> str:
+    """A line on the silos of a table: training items, optimiser steps of a task, and divergence of labels.
+
+    Args:
+        silos: each one's number of training items, its steps, and the Jensen-Shannon divergence [bits] of its labels
+            from those of all silos; None where it has none.
+    """
+    steps = [count for _, count, _ in silos if count is not None]
+    apart = [value for *_, value in silos if value is not None]
+    parts = [f"training items of a silo: {spread([items for items, _, _ in silos])}"]
+    parts += [f"optimiser steps of a task: {spread(steps)}"] if steps else []
+    parts += [f"Jensen-Shannon divergence of labels: {spread(apart, '.3f')}"] if apart else []
+    return "; ".join(parts)
+
+
+def training_warnings(summary: RunSummary) -> Iterator[str]:
+    """Lines that warn that a run trained only in part, in single steps or hardly at all, or made the model worse."""
     without_task, not_merged = summary.without_part
     if without_task:
         yield (
@@ -135,12 +156,13 @@ def training_warnings(summary: RunSummary, untrained: Mapping[str, float]) -> It
             f"the run hardly changed the model: by {summary.change:.1g} of its norm; a larger training.learning_rate, "
             "privacy.clip_norm, aggregation.robust.bound or aggregation.mixing changes it more"
         )
-    both = [name for name in (HEADLINE, "map") if name in untrained and name in summary.metrics]
-    if both and all(summary.metrics[name] < untrained[name] for name in both):
-        before, after = (
-            f"{metric_of(both[0]).heading} {values[both[0]]:.4f}" for values in (untrained, summary.metrics)
+    if summary.one_step_tasks:
+        yield ONE_STEP_TASKS
+    if (below := summary.below_start) is not None:
+        yield (
+            f"the model retrieves worse than before training: {metric_of(below.metric).heading} {below.after:.4f}, "
+            f"untrained {below.before:.4f}"
         )
-        yield f"the model retrieves worse than before training: {after}, untrained {before}"
     for name, whose in summary.unmeasured.items():
         yield f"metric {name}: no value that can be used in the last evaluation of {name_some(whose)}"
     for silo, replies in summary.never_merged.items():

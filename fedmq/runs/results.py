@@ -129,7 +129,7 @@ class FinishedRun:
     """A finished run."""
 
     folder: RunFolder
-    summary: RunSummary | None  # its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation
+    summary: RunSummary | None  # its ``summary.json``; None without training: :meth:`untrained`, :meth:`with_figures`
     # What was measured, in order of versions; without an evaluator on the silos' own held-out items.
     evaluations: tuple[Evaluated, ...]
     custom_metrics: tuple[Metric, ...] = ()  # entries of the user-defined metrics that it measured
@@ -161,6 +161,10 @@ class FinishedRun:
         first = next(each for each in self.evaluations if "metrics" in each.figures)
         shared = {key: value for key, value in first.figures.items() if not key.startswith("personal")}
         return replace(self, summary=None, evaluations=(first._replace(figures=shared),))
+
+    def with_figures(self, figures: Mapping[str, object]) -> FinishedRun:
+        """Figures of something else, which was measured on the same items before the run: no training, no time."""
+        return replace(self, summary=None, evaluations=(Evaluated(0, 0.0, figures),))
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""

@@ -96,6 +96,10 @@ class SiloSummary(_WithFigures):
     # without it.
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int  # number of training items
+    steps: int | None = None  # number of optimiser steps of each of its tasks; None if the method never selects it
+    # Jensen-Shannon divergence [bits] of its training labels from those of all silos; None without labels, or if the
+    # silos have their own data.
+    label_divergence: Amount | None = None
     participations: int  # number of its replies that were merged
     tasks: int  # number of tasks that it was given
     data_digest: Digest | None = None  # salted digest of its data, as it stated it
@@ -210,6 +214,14 @@ class BestVersion(Stored):
     model_digest: Digest  # digest (hex) of the version's parameters
 
 
+class BelowStart(Stored):
+    """The metric in which a run made the shared model worse: mAP with hash networks, otherwise mean R@1."""
+
+    metric: str
+    before: Finite  # its value for the untrained model
+    after: Finite  # its value in the last evaluation
+
+
 #: Width of a screen [characters].
 _SCREEN = 100
 
@@ -230,6 +242,7 @@ class RunSummary(Stored):
     # for a method that shares no model.
     change: Amount | None = None
     metrics: Figures  # last evaluation of the shared model, on the whole split; empty without an evaluator
+    below_start: BelowStart | None = None  # set if the shared model retrieves worse than before training
     # Last evaluation of the shared model by the silos; None if they do not evaluate it.
     own_heldout: OwnHeldOut | None = None
     per_silo: dict[str, SiloSummary]  # facts and metrics of each silo
@@ -285,6 +298,11 @@ class RunSummary(Stored):
     def hardly_changed(self) -> bool:
         """Whether the run hardly changed the shared model."""
         return self.change is not None and self.change < _HARDLY
+
+    @property
+    def one_step_tasks(self) -> bool:
+        """Whether every task of the run was one optimiser step."""
+        return {silo.steps for silo in self.per_silo.values() if silo.tasks and silo.steps is not None} == {1}
 
     @property
     def without_part(self) -> tuple[list[str], list[str]]:

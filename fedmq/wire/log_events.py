@@ -34,6 +34,16 @@ class LogEvent(_Event):
         "the silos run inside the coordinator: no messages are exchanged or logged",
         "info",
     )
+    ONE_STEP_TASKS = (
+        "one_step_tasks",
+        "every task is one optimiser step, with batches of `batch_size` items",
+        "warning",
+    )
+    BELOW_START = (
+        "below_start",
+        "the last version retrieves worse than the untrained model: `metric`, `before` and `after`",
+        "warning",
+    )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"
     RESULT_DIGESTS = "result_digests", "SHA-256 of the files of the finished run, by name"
     # What happened outside the run's timeline.

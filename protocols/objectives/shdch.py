@@ -1,5 +1,14 @@
 """SHDCH (Zhan et al. 2020): class codes on two label levels, learned together with the networks; a base of FedCAFE.
 
+With outputs H = F, G in (-1, 1) of r bits, labels L1 (coarse) and L2 (fine), their class codes Y1 and Y2 in {-1, 1},
+S_12 = 1 for a fine class of a coarse one, and B = sign(F + G), the objective is
+
+J = sum_H (alpha |r L1 - H Y1^T|^2 + beta |r L2 - H Y2^T|^2 + gamma |B - H|^2) + eta |r S_12 - Y1 Y2^T|^2
+
+Departure: the image tower has a hidden layer over frozen features, where the paper trains CNN-F below a linear layer.
+Central training on Wikipedia (one level, 32 bits, 512 hidden units, Adam, 100 epochs) reaches mAP .552 at a rate of
+1e-3 and .401 at the code's 1e-4; two logistic regressions reach .433.
+
 The label names' prefixes ``coarse:`` and ``fine:`` define the levels; with one level the coarse terms are left out,
 which gives PLFedCMH's local loss. Class codes stay at the silo; all silos start from the same ones. The hierarchy comes
 from the labels of the silo's items, so a fine class that it has no item of is not tied to any coarse class.
@@ -30,13 +39,15 @@ CODES = "base.codes"
 
 @dataclass(frozen=True)
 class Options:
-    """Options of SHDCH; defaults are its released code's.
+    """Options of SHDCH; defaults are its released code's, but for ``image_layers``.
 
     Args:
         alpha: weight of the coarse class codes; two levels only.
         beta: weight of the fine class codes, or of the only level's.
         gamma: weight of the distance to the common codes.
         eta: weight of the tie between the two levels' codes; two levels only.
+        image_layers: hidden layers of the image tower: 1 over frozen features, 0 as in the paper, which trains CNN-F
+            below it (``backbone.end_to_end``).
         tanh: towers that end in tanh: ``both``, as in SHDCH's and PLFedCMH's code, or only ``text``.
         levels: number of label levels; null uses two if label names begin with ``coarse:``.
         sweeps: maximum sweeps over the bits of the class codes per epoch.
@@ -51,6 +62,7 @@ class Options:
     beta: NonNegative = 0.7
     gamma: NonNegative = 10.0
     eta: NonNegative = 100.0
+    image_layers: Literal[0, 1] = 1
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
     sweeps: Count = 3
@@ -198,7 +210,8 @@ def first_codes(context: Context, place: int, classes: int) -> Tensor:
 
 def network(options: Options) -> TowerPlan:
     """DCMH's widths, with tanh in both towers or, as SHDCH's own code has it, in the text tower alone."""
-    return TowerPlan((), (8192,), tanh=True, classifier=True, std=0.01, squashed=options.tanh)
+    hidden = (4096,) * options.image_layers
+    return TowerPlan(hidden, (8192,), tanh=True, classifier=True, std=0.01, squashed=options.tanh)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, network, both_levels=True)

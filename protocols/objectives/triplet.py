@@ -30,14 +30,15 @@ class Options:
         margin: a of eq 2, not given in the paper; in units of r / 4 for the Euclidean distance.
         mining: positive and negative of each anchor from the batch: a ``random`` pair, ``all`` pairs, the farthest
             positive and the nearest negative (``hard``), or the ``nearest`` of both. Not given in the paper.
-        reduce: ``mean`` over triplets and samples, or the printed ``sum``.
+        reduce: ``sum`` over triplets and samples, as printed, or ``mean``. Eq 8 is a mean in either case, so that
+            ``mean`` weighs FedHAP's adversarial loss against these two about 2 B times as much, B the batch size.
         mu: weight of the quantisation loss.
     """
 
     distance: Distance = "cosine"
     margin: NonNegative = 0.5
     mining: Mining = "random"
-    reduce: Reduce = "mean"
+    reduce: Reduce = "sum"
     mu: NonNegative = 0.05
 
     def margin_for(self, bits: int) -> float:

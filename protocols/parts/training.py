@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Modality
 from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
@@ -22,6 +23,7 @@ from fedmq.errors import DivergedError, InputError
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.federation.updates import read_only
 from fedmq.models.hash_networks import towers_with
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.optimiser import FusedOptimiser, optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
@@ -86,6 +88,15 @@ def batches(size: int, batch_size: int, generator: np.random.Generator, least: i
 def batch_count(size: int, batch_size: int, least: int = 1) -> int:
     """Number of batches of :func:`batches`, whose arguments it has; ``least`` is at most the batch size."""
     return max(0, -(-(size - least + 1) // batch_size))
+
+
+def steps_per_task(scenario: Scenario, items: int) -> int:
+    """Optimiser steps of a silo with a number of training items in each task: its batches in all local epochs.
+
+    A base loss that trains its towers one after the other takes as many steps for each of them.
+    """
+    least = 2 if OBJECTIVES.find(scenario.objective.base).contrasts else 1
+    return scenario.training.local_epochs * batch_count(items, scenario.training.batch_size, least)
 
 
 def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:

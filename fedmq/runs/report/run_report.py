@@ -94,7 +94,7 @@ def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Lo
         title=f"{summary.scenario}: {summary.method}",
         headline=headline(summary, untrained),
         answers=answers(summary, evaluations, scenario, facts),
-        remarks=_remarks(summary, untrained),
+        remarks=_remarks(summary),
         about=" ".join(
             [_about(summary, scenario, facts), *([f"About the data: {'; '.join(notes)}."] if notes else [])]
         ),
@@ -150,11 +150,11 @@ def headline(summary: RunSummary, first: Mapping[str, float]) -> str:
     return f"{summary.method} {word} retrieval from R@1 {before:.3f} to {after:.3f} in {rounds}{items}"
 
 
-def _remarks(summary: RunSummary, untrained: Mapping[str, float]) -> list[str]:
+def _remarks(summary: RunSummary) -> list[str]:
     """What limits the meaning of the result, as the terminal shows it."""
     gallery = gallery_of(summary)
     coarse = [] if gallery is None else gallery.remarks(summary.metrics)
-    return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary, untrained)]
+    return [*coarse, *chosen_by_validation(summary), *items_left_out(summary), *training_warnings(summary)]
 
 
 def _about(summary: RunSummary, scenario: Scenario, facts: LogFacts) -> str:

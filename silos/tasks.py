@@ -28,7 +28,7 @@ from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
-from fedmq.data.silo_dataset import SiloDataset
+from fedmq.data.silo_dataset import SiloDataset, validation_split
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
@@ -40,7 +40,6 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.profiling import span
-from fedmq.seeds import numpy_generator
 from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.logs import QUIET, ErrorFile, Logger, LogLevel, LogOptions
 from fedmq.storage.run_folder import RunFolder, make_folder, writing
@@ -133,7 +132,8 @@ class Silo:
                 all_rows = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
         found = population.rows_of(self.facts, rows)
-        trained, held_out = self._split(found.dataset)
+        share = self.scenario.training.validation if self.facts.paired else 0.0
+        trained, held_out = validation_split(found.dataset, share, self.scenario.seed, name)
         self.dataset = self._loaded(trained, image=self.facts.image, text=self.facts.text)
         self.validation = self._loaded(held_out, image=True, text=True) if len(held_out) else None
         if len(rows) and not len(self.dataset):  # pooled training leaves other silos without rows
@@ -146,15 +146,6 @@ class Silo:
         for place, fault in persistent:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
-
-    def _split(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The silo's rows to train on and those that ``training.validation`` holds out, ascending; one row is kept."""
-        share, paired = self.scenario.training.validation, self.facts.paired
-        held = min(round(share * len(rows)), len(rows) - 1) if paired and len(rows) else 0
-        if not held:
-            return rows, rows[:0]
-        order = numpy_generator(self.scenario.seed, "validation", self.facts.name).permutation(len(rows))
-        return np.sort(rows[order[held:]]), np.sort(rows[order[:held]])
 
     def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
         """Rows of the data set with the labels that the objective trains on."""

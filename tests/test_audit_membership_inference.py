@@ -157,6 +157,12 @@ def test_items_of_a_silo_that_did_not_train_are_not_members(tmp_path: Path) -> N
     assert "silo-01, image, took no part" in console.export_text()
 
 
+def test_pairs_that_the_scenario_holds_out_of_training_are_not_members(tmp_path: Path) -> None:
+    training = {"learning_rate": 0.01, "warmup_rounds": 1, "local_epochs": 5, "validation": 0.25}
+    measured = membership_inference.probe(finished(noise_scenario(tmp_path, training=training), tmp_path / "run"))
+    assert measured.overall.members == 60
+
+
 def test_pooled_data_are_probed_as_a_single_data_set(tmp_path: Path) -> None:
     scenario = noise_scenario(tmp_path, protocol="central")
     measured = membership_inference.probe(

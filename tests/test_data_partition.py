@@ -19,7 +19,7 @@ from fedmq.data.partition import at_least, deal, plan
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import all_present
 from fedmq.data.readers.features import read_features
-from fedmq.data.silo_dataset import modalities_held, silo_rows, without_dropped
+from fedmq.data.silo_dataset import modalities_held, silo_rows, validation_split, without_dropped
 from fedmq.data.splits import Draw, draw_parts, split_of
 from fedmq.errors import InputError
 from tests import definitions
@@ -349,6 +349,17 @@ def test_each_item_of_a_silo_is_in_exactly_one_part(present: list[tuple[bool, bo
             assert (not image or present[row][0]) and (not text or present[row][1])
     if not (image and text):
         assert not len(found.image_only) + len(found.text_only)
+
+
+@given(st.integers(0, 40), st.sampled_from([0.0, 0.1, 0.5, 0.9]))
+def test_a_validation_share_is_disjoint_from_the_rows_trained_on_and_leaves_one(count: int, share: float) -> None:
+    rows = 3 * np.arange(count)
+    trained, held = validation_split(rows, share, 0, "silo-00")
+    assert sorted([*trained, *held]) == rows.tolist()
+    assert np.array_equal(trained, np.sort(trained))
+    assert len(held) == min(round(share * count), max(0, count - 1))
+    again = validation_split(rows, share, 0, "silo-00")
+    assert np.array_equal(held, again[1])
 
 
 @given(flags)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.data.silo_dataset import load_silo_dataset, validation_split
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.heldout import embed
@@ -222,7 +222,11 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     took_part = {name for name, silo in summary.per_silo.items() if silo.participations}
     # Scores are those of pairs: without items that lack a modality in the data set, or in a silo that holds both.
     paired = np.all(population.prepared.present, axis=1)
-    held = (population.rows_of(silo).dataset for silo in population.silos)
+    share = scenario.training.validation
+    held = (
+        validation_split(population.rows_of(silo).dataset, share * silo.paired, scenario.seed, silo.name)[0]
+        for silo in population.silos
+    )
     train = [rows[paired[rows]] for rows in held]
     trained = [rows for silo, rows in zip(population.silos, train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):

@@ -45,7 +45,8 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
         meanings |= {parameter.arg_name: _plain(parameter.description or "") for parameter in docstring.params}
     for name, values in getattr(schema, "PRESETS", {}).items():
         listed = ", ".join(f"{key}: {_written(value)}" for key, value in values.items())
-        meanings["preset"] += f" `{name}`: {f'`{listed}`' if listed else 'the defaults'}."
+        sets = f"`{listed}`" if listed else "the defaults"
+        meanings["preset"] = f"{meanings.get('preset', '')} `{name}`: {sets}."
     hints = get_type_hints(schema, include_extras=True)
     return tuple(
         Key(

@@ -242,7 +242,8 @@ class Training(Part):
         0.0,
         ge=0.0,
         le=0.9,
-        description="fraction of a paired silo's pairs on which no method trains; fedscmr measures its weights on them",
+        description="fraction of a paired silo's pairs on which no method trains, for methods that weight replies by "
+        "a measurement at the silo",
     )
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
         "cosine", description="learning rate over the rounds: decay to `decay_to`, decay in steps, or constant"

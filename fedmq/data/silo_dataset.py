@@ -102,6 +102,20 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
     return result
 
 
+def validation_split(rows: I64, share: float, seed: int, silo: str) -> tuple[I64, I64]:
+    """A silo's rows that methods train on, at least one, and those that ``training.validation`` holds out, ascending.
+
+    Args:
+        rows: int64 [m], the silo's pairs, ascending.
+        share: fraction to hold out; 0 in a silo that lacks a modality.
+        seed: the scenario's seed.
+        silo: the silo's name.
+    """
+    held = min(round(share * len(rows)), max(0, len(rows) - 1))
+    order = numpy_generator(seed, "validation", silo).permutation(len(rows)) if held else np.arange(len(rows))
+    return np.sort(rows[order[held:]]), np.sort(rows[order[:held]])
+
+
 # --- in memory ------------------------------------------------------------------------------------------------------
 
 

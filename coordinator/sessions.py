@@ -415,7 +415,7 @@ class Roster(Peers):
     def _send(self, peer: Peer, message: Message) -> int:
         """Seal, log and send a message on a session; returns its size [bytes], or 0 if it cannot be delivered."""
         message = replace(message, head=self._log.sent_head)
-        sealed = seal_message(peer.session, message)
+        sealed = seal_message(peer.session, message, self._listener.room)
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if message.header.kind in _REQUESTS:

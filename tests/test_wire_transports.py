@@ -32,10 +32,12 @@ SOON = 100.0
 URIS: dict[str, Callable[[Path], str]] = {
     "tcp": lambda _: "tcp://127.0.0.1:*",
     "ipc": lambda folder: f"ipc://{folder}/socket",
+    "shm": lambda folder: f"shm://{folder}/socket",
     "memory": lambda _folder: memory_uri(),
     "queue": lambda folder: f"queue://{folder}",
     "shared+tcp": lambda _: "shared+tcp://127.0.0.1:*",
     "shared+ipc": lambda folder: f"shared+ipc://{folder}/socket",
+    "shared+shm": lambda folder: f"shared+shm://{folder}/socket",
 }
 MESSAGE = [b"head", b"body"]
 
@@ -45,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return URIS[request.param](tmp_path)
 
 
-@pytest.fixture(params=["tcp", "ipc"])
+@pytest.fixture(params=["tcp", "ipc", "shm"])
 def between_processes(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A URI over ZeroMQ between processes, where a peer may be any program."""
     return URIS[request.param](tmp_path)
@@ -148,7 +150,7 @@ def test_a_full_queue_refuses_messages_and_does_not_grow(uri: str) -> None:
         end.close()
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "memory", "queue"])  # the port of tcp is not known yet
+@pytest.mark.parametrize("scheme", ["ipc", "shm", "memory", "queue"])  # the port of tcp is not known yet
 def test_a_connection_may_start_before_its_listener(scheme: str, tmp_path: Path) -> None:
     uri = URIS[scheme](tmp_path)
     connection = connect(uri)
@@ -197,8 +199,9 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
     raw.close()
 
 
-def test_the_connection_of_a_message_of_very_many_frames_is_ended(between_processes: str) -> None:
-    listener = listen(between_processes)
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_the_connection_of_a_message_of_very_many_frames_is_ended(scheme: str, tmp_path: Path) -> None:
+    listener = listen(URIS[scheme](tmp_path))
     raw = raw_socket(zmq.DEALER, listener.uri)
     raw.connect(listener.uri)
     raw.send_multipart(MESSAGE)
@@ -265,7 +268,7 @@ def test_another_process_can_connect(between_processes: str) -> None:
 def test_invalid_uris_are_input_errors(tmp_path: Path) -> None:
     for bad in (
         "", "tcp", "tcp://", "tcp://host", "tcp://host:99999", "tcp://host:port", "tcp://ho st:80", "udp://127.0.0.1:5",
-        "tcp://a:1;tcp://b:2", "inproc://x", "ipc://", "ipc://" + "a" * 108, "memory://", "memory://a b",
+        "tcp://a:1;tcp://b:2", "inproc://x", "ipc://", "ipc://" + "a" * 108, "shm://", "memory://", "memory://a b",
     ):  # fmt: skip
         for make in (listen, connect):
             with pytest.raises(InputError):

@@ -71,6 +71,11 @@ class Wire(Part):
         description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
         "between two powers of two",
     )
+    transport: Literal["ipc", "shm"] = Field(
+        "ipc",
+        description="launcher local: how messages travel between the processes, through a Unix socket (ipc), or large "
+        "ones in memory that sender and receiver share (shm)",
+    )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
     rekey_messages: Count = Field(
         1 << 20, description="messages in both directions after which a session gets new keys"

@@ -281,7 +281,8 @@ class ProcessGroup:
     def start_coordinator(self) -> Connection:
         """Start the coordinator; returns the connection on which it reports."""
         ours, theirs = CONTEXT.Pipe()
-        address = f"ipc://{self.keys.parent / 'wire'}" if self.cluster is None else self.cluster.bind
+        here = f"{self.run.scenario.wire.transport}://{self.keys.parent / 'wire'}"
+        address = here if self.cluster is None else self.cluster.bind
         bind = f"{SHARED if self.hosting.hosts else ''}{address}"
         root, most = self.folder.root, self.hosting.most
         arguments = CoordinatorArguments(self.run, bind, self.keys, root, self.resume, self.data, most, True, self.logs)

@@ -401,8 +401,11 @@ def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[
     return 0, ""
 
 
-def refuse_freeze(scenario: Scenario) -> None:
-    """Refuse the only fault that cannot be carried out on a cluster."""
+def refuse_local_only(scenario: Scenario) -> None:
+    """Refuse shared memory, and the only fault that cannot be carried out on a cluster."""
+    if scenario.wire.transport == "shm":
+        allowed = f"ipc with launcher {scenario.launcher}, whose processes are on several machines"
+        raise InputError("wire.transport", "shm", allowed)
     if any(isinstance(fault, Freeze) for fault in scenario.faults):
         allowed = f"no freeze with launcher {scenario.launcher}, which cannot pause a process"
         raise InputError("faults", "freeze", allowed)

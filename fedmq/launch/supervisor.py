@@ -32,7 +32,7 @@ from fedmq.federation.population import Population, device_of
 from fedmq.launch.forkserver import private_folder, warm_up
 from fedmq.launch.interrupts import until_stopped
 from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting, raise_reported
-from fedmq.launch.remote_peer import Cluster, refuse_freeze
+from fedmq.launch.remote_peer import Cluster, refuse_local_only
 from fedmq.profiling import party, span
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
@@ -73,7 +73,7 @@ class Simulated:
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
     """The cluster that the scenario's launcher selects; None for this machine."""
     if scenario.launcher in ("ray", "slurm"):
-        refuse_freeze(scenario)
+        refuse_local_only(scenario)
     match scenario.launcher:
         case "ray":
             from fedmq.launch.ray_cluster import RayCluster  # noqa: PLC0415 - an extra

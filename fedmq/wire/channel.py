@@ -308,7 +308,7 @@ class Channel:
         if allowed.header.kind in (Kind.REPLY, Kind.ERROR):
             self._log.sign(SignedAt.REPLY)
         message = replace(allowed, head=self._log.sent_head)
-        sealed = seal_message(session, message)
+        sealed = seal_message(session, message, connection.room)
         # Logged first: a log may list a message that was not sent, but must not lack one that was.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         for _ in range(_MAX_SEND_STEPS):

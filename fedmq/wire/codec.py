@@ -177,6 +177,11 @@ def byte_view(raw: BytesLike) -> memoryview:
     return view if view.ndim == 1 and view.format == "B" else view.cast("B")
 
 
+def fresh_memory(size: int) -> memoryview:
+    """Writable memory of a size [bytes], with any contents."""
+    return np.empty(size, np.uint8).data
+
+
 def pack(plain: object) -> bytes:
     """Pack plain data as msgpack, with integers and lengths in their shortest form."""
     return bytes(msgpack.packb(plain, use_bin_type=True))

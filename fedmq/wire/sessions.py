@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
@@ -36,6 +36,7 @@ from fedmq.wire.codec import (
     encode_body,
     encode_header,
     encode_short_header,
+    fresh_memory,
     unknown_version,
 )
 from fedmq.wire.messages import (
@@ -159,12 +160,15 @@ class Session:
         return self._receiving.next
 
     @span("seal")
-    def seal(self, header: Header, buffers: Sequence[BytesLike]) -> Sealed:
+    def seal(
+        self, header: Header, buffers: Sequence[BytesLike], room: Callable[[int], memoryview] = fresh_memory
+    ) -> Sealed:
         """Seal a body under the next counter and set the header's session and counter.
 
         Args:
             header: run, sender and receiver must be the session's.
             buffers: their concatenation is the body; each is passed to the cipher without a copy.
+            room: gives the memory of a size [bytes] for the sealed body.
 
         Raises:
             LocalWireError: a header of another session, a body that is too large, or a key that has sealed
@@ -186,7 +190,7 @@ class Session:
         self._next_sent += 1
         cipher = Cipher(self._send_key, modes.GCM(_nonce(header.counter))).encryptor()
         cipher.authenticate_additional_data(clear)
-        sealed = np.empty(size + _SLACK, np.uint8).data
+        sealed = room(size + _SLACK)
         end = 0
         for buffer in buffers:
             end += cipher.update_into(buffer, sealed[end:])
@@ -290,13 +294,13 @@ class Session:
             raise RemoteWireError(Reason.WRONG_RECEIVER, f"receiver {header.receiver}, here {self.name}")
 
 
-def seal_message(session: Session, message: Message) -> Sealed:
-    """Encode and seal a message.
+def seal_message(session: Session, message: Message, room: Callable[[int], memoryview] = fresh_memory) -> Sealed:
+    """Encode and seal a message; ``room`` gives the memory of a size [bytes] for the sealed body.
 
     Raises:
         LocalWireError: see :meth:`Session.seal`.
     """
-    return session.seal(message.header, encode_body(message))
+    return session.seal(message.header, encode_body(message), room)
 
 
 def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:

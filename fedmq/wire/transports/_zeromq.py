@@ -87,7 +87,7 @@ class ZeroMQListener(Listener):
         if self._admission is not None:
             key = str(first.get("User-Id")) if self._admission.by_key else ""
             self._descriptors[peer] = int(first.get(zmq.SRCFD))
-            self._admission.heard(self._descriptors[peer], key)
+            self._admission.heard(self._descriptors[peer], peer, key)
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
         _require_two(frames)
@@ -102,6 +102,11 @@ class ZeroMQListener(Listener):
     def keep(self, peer: bytes) -> None:
         if self._admission is not None and peer in self._descriptors:
             self._admission.keep(self._descriptors[peer])
+
+    def connected(self, peer: bytes) -> bool:
+        """Whether the connection of a peer that has sent a message is still open."""
+        descriptor = self._descriptors.get(peer)
+        return self._admission is not None and descriptor is not None and self._admission.is_open(descriptor, peer)
 
     @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:

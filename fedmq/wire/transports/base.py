@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fedmq.wire.codec import MAX_BODY, BytesLike
+from fedmq.wire.codec import MAX_BODY, BytesLike, fresh_memory
 from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
@@ -58,6 +58,10 @@ class Listener(ABC):
 
     def keep(self, peer: bytes) -> None:  # noqa: B027 - likewise
         """A peer has completed a handshake: if its key has too many connections, those without one are closed."""
+
+    def room(self, size: int) -> memoryview:
+        """Memory of a size [bytes], with any contents, for the sealed body of the next message to send."""
+        return fresh_memory(size)
 
     @abstractmethod
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
@@ -104,6 +108,10 @@ class Connection(ABC):
 
         The only method that other threads may call. It never waits; after :meth:`close` it does nothing.
         """
+
+    def room(self, size: int) -> memoryview:
+        """Memory of a size [bytes], with any contents, for the sealed body of the next message to send."""
+        return fresh_memory(size)
 
     @abstractmethod
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:

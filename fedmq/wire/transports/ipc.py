@@ -13,17 +13,28 @@ from fedmq.wire.transports.base import Listener, Transport
 _PATH_BYTES = 107
 
 
-def _check(uri: str, place: str, listening: bool) -> None:
-    path = uri.removeprefix("ipc://")
+def path_of(uri: str) -> str:
+    """The path of the socket in a URI of this scheme, or of another one with such a path."""
+    return uri.partition("://")[2]
+
+
+def check(uri: str, place: str, listening: bool) -> None:
+    """Check the path, see :class:`Transport`."""
+    scheme, _, path = uri.partition("://")
     size = len(os.fsencode(path))
     if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
-        raise InputError(place, uri, f"ipc://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
+        raise InputError(place, uri, f"{scheme}://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
+
+
+def require_free(uri: str) -> None:
+    """Raise an InputError if a process listens at the path of a URI."""
+    if _has_listener(path_of(uri)):
+        # ZeroMQ would silently replace the other listener's socket file.
+        raise InputError(uri, "a path where another process listens", "an unused path")
 
 
 def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    if _has_listener(uri.removeprefix("ipc://")):
-        # ZeroMQ would silently replace the other listener's socket file.
-        raise InputError(uri, "a path where another process listens", "an unused path")
+    require_free(uri)
     return _zeromq.bind(uri, max_frame, queue)
 
 
@@ -37,4 +48,4 @@ def _has_listener(path: str) -> bool:
     return True
 
 
-TRANSPORT = Transport("ipc://PATH", _check, _listen, _zeromq.dial)
+TRANSPORT = Transport("ipc://PATH", check, _listen, _zeromq.dial)

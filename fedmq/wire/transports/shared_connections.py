@@ -53,6 +53,10 @@ class SharedListener(Listener):
         return address + bytes(first[:_NUMBER_BYTES]), [first[_NUMBER_BYTES:], body]
 
     @override
+    def room(self, size: int) -> memoryview:
+        return self._inner.room(size)
+
+    @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
         return self._inner.send(peer[:-_NUMBER_BYTES], _marked(peer[-_NUMBER_BYTES:], frames))
 
@@ -120,6 +124,10 @@ class Branch(Connection):
     @override
     def wake(self) -> None:
         self._inner.wake()
+
+    @override
+    def room(self, size: int) -> memoryview:
+        return self._inner.room(size)
 
     @override
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:

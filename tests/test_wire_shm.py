@@ -1,0 +1,385 @@
+"""Large bodies over shm:// are in blocks that are used again; a block that is not as it must be is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import mmap
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.errors import RemoteWireError
+from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.transports import shm
+from fedmq.wire.transports.base import Connection, Listener
+from fedmq.wire.transports.registry import connect, listen
+from tests.waiting import PATIENCE, wait_for
+from tests.wire_examples import RUN, message
+
+SOON = 100.0
+SIZE = 3 << 20
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[tuple[Listener, Connection]]:
+    listener = listen(f"shm://{tmp_path}/socket")
+    connection = connect(listener.uri)
+    yield listener, connection
+    for end in (connection, listener):
+        end.close()
+
+
+def filled(end: Listener | Connection, value: int, size: int = SIZE) -> memoryview:
+    """A body of equal bytes in the memory that an end gives."""
+    body = end.room(size)
+    np.frombuffer(body, np.uint8)[:] = value
+    return body
+
+
+def place(body: memoryview) -> int:
+    return int(np.frombuffer(body, np.uint8).ctypes.data)
+
+
+def received(listener: Listener) -> tuple[bytes, memoryview]:
+    got = listener.receive(SOON)
+    assert got is not None
+    return got[0], got[1][1]
+
+
+def is_full_of(body: memoryview, value: int, size: int = SIZE) -> bool:
+    return body.nbytes == size and bool((np.frombuffer(body, np.uint8) == value).all())
+
+
+def memfds() -> int:
+    """Number of blocks and marks of this process."""
+    gc.collect()  # those of earlier tests
+    return sum("memfd:" in str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+def in_socket(connection: Connection) -> list[int]:
+    """Sizes of the second frames that a connection hands to its socket from now on."""
+    assert isinstance(connection, shm.ShmConnection)
+    inner, sizes = connection._inner, list[int]()
+    send = inner.send
+
+    def counted(frames: Any, timeout_s: float | None = 0.0) -> bool:
+        sizes.append(memoryview(frames[1]).nbytes)
+        return send(frames, timeout_s)
+
+    inner.send = counted  # type: ignore[method-assign]
+    return sizes
+
+
+# ------------------------------------------------------------------------------------------------------------ blocks
+def test_a_large_body_is_in_a_block_that_is_used_again_once_no_view_of_it_is_left(
+    ends: tuple[Listener, Connection],
+) -> None:
+    listener, connection = ends
+    sizes = in_socket(connection)
+    body = filled(connection, 1)
+    first = place(body)
+    assert place(filled(connection, 2)) != first, "its message is not sent yet"
+    body[:] = bytes([1]) * SIZE
+    assert connection.send([b"head", body])
+    del body
+    peer, arrived = received(listener)
+    assert is_full_of(arrived, 1) and arrived.readonly
+    part = arrived[10:20]
+    del arrived
+    second = filled(connection, 3)
+    assert place(second) != first, "a view of the first one is left"
+    assert bytes(part) == bytes([1]) * 10
+    del second, part
+    assert place(filled(connection, 4)) == first
+    assert connection.send([b"head", b"small"]) and bytes(received(listener)[1]) == b"small"
+    small = filled(connection, 5, shm.LEAST_BYTES - 1)
+    assert connection.send([b"head", small])
+    assert is_full_of(received(listener)[1], 5, small.nbytes)
+    assert sizes == [64, 5, shm.LEAST_BYTES - 1]
+    assert listener.send(peer, [b"head", filled(listener, 6)])
+    answer = connection.receive(SOON)
+    assert answer is not None and bytes(answer[0]) == b"head" and is_full_of(answer[1], 6)
+
+
+def test_without_a_free_block_bodies_go_through_the_socket_in_order(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "MOST_BLOCKS", 2)
+    listener, connection = ends
+    sizes = in_socket(connection)
+    for number in range(5):
+        assert connection.send([b"head", filled(connection, number)], SOON)
+    kept = [received(listener)[1] for _ in range(5)]
+    assert all(is_full_of(body, number) for number, body in enumerate(kept))
+    assert sizes == [64, 64, SIZE, SIZE, SIZE]
+    kept.clear()
+    assert connection.send([b"head", filled(connection, 9)]) and sizes[-1] == 64
+    assert is_full_of(received(listener)[1], 9)
+
+
+def test_without_memory_bodies_go_through_the_socket(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    listener, connection = ends
+    before = memfds()
+    assert connection.send([b"head", filled(connection, 1)], SOON)
+    assert is_full_of(received(listener)[1], 1)
+    assert memfds() == before, "one is left open"
+
+
+def test_what_a_peer_that_is_gone_did_not_read_is_used_for_others(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "MOST_BLOCKS", 1)
+    listener, connection = ends
+    connection.send([b"head", b"1"])
+    gone, _ = received(listener)
+    body = filled(listener, 1)
+    first = place(body)
+    assert listener.send(gone, [b"head", body])
+    del body
+    assert place(filled(listener, 2)) != first
+    connection.close()
+    wait_for(lambda: place(filled(listener, 3)) == first, why="the block is still kept for the peer that is gone")
+
+
+def test_a_connection_that_was_made_again_uses_what_the_former_listener_did_not_read(tmp_path: Path) -> None:
+    listener = listen(f"shm://{tmp_path}/socket")
+    connection = connect(listener.uri)
+    connection.send([b"head", b"1"])
+    received(listener)
+    body = filled(connection, 1)
+    first = place(body)
+    assert connection.send([b"head", body])
+    del body
+    listener.close()
+    listener = listen(listener.uri)
+    wait_for(lambda: connection.receive(0.02) is not None or connection.established() > 1)
+    assert place(filled(connection, 2)) == first
+    for end in (connection, listener):
+        end.close()
+
+
+def test_closing_waits_for_a_message_to_be_read(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, connection = ends
+    assert connection.send([b"head", filled(connection, 7)])
+    read = list[bool]()
+    monkeypatch.setattr(shm.time, "sleep", lambda _: read.append(is_full_of(received(listener)[1], 7)))
+    connection.close()
+    assert read == [True]
+
+
+# ------------------------------------------------------------------------------------------------- processes that end
+def _sender(uri: str, line: Pipe) -> None:
+    connection = connect(uri)
+    for number in range(2):
+        connection.send([b"head", filled(connection, number)], SOON)
+        line.send("sent")
+        line.recv()
+
+
+def test_of_a_killed_process_nothing_is_left_and_what_was_not_read_is_refused(
+    ends: tuple[Listener, Connection],
+) -> None:
+    listener, connection = ends
+    assert isinstance(listener, shm.ShmListener)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_sender, args=(listener.uri, theirs))
+    process.start()
+    ours.recv()
+    _, body = received(listener)
+    assert len(listener._mapped._mapped) == 2, "a block and the marks"
+    ours.send("go on")
+    ours.recv()
+    wait_for(lambda: listener._inner._socket.poll(0), why="the second message has not arrived")
+    process.kill()
+    process.join()
+    assert is_full_of(body, 0), "what is mapped can still be read"
+    del body
+    with pytest.raises(RemoteWireError, match=r"No such file.* of one user and in one container"):
+        listener.receive(SOON)
+    assert connection.send([b"head", filled(connection, 5)])
+    assert is_full_of(received(listener)[1], 5)
+    assert {name.process for name in listener._mapped._mapped} == {os.getpid()}
+
+
+@pytest.mark.slow
+def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, tmp_path: Path) -> None:
+    plain = yaml.safe_load(tiny.read_text()) | {"rounds": 6, "participation": 1.0}
+    plain["backbone"] |= {"bottleneck": 16384}
+    faults = [{"kind": "crash", "silos": ["silo-00"], "rounds": [1]}, {"kind": "coordinator_crash", "after_round": 3}]
+    faulty = plain | {"faults": faults}
+    found = []
+    for name, each, transport in (("ipc", plain, "ipc"), ("shm", plain, "shm"), ("killed", faulty, "shm")):
+        path, out = tmp_path / f"{name}.yaml", tmp_path / name
+        path.write_text(yaml.safe_dump(each | {"wire": {"transport": transport}}))
+        subprocess.run([FEDMQ, "scenario", str(path), "--out", str(out), "--quiet"], check=True, timeout=PATIENCE)
+        assert not audit_run(out).findings
+        found.append(json.loads((out / "summary.json").read_text()))
+    ipc, shared, killed = found
+    assert ipc["model_digest"] == shared["model_digest"] == killed["model_digest"]
+    assert ipc["bytes"] == shared["bytes"]
+    tasks = [record["bytes"] for record in records_of(tmp_path / "shm") if record.get("kind") == "task"]
+    assert tasks and min(tasks) > shm.LEAST_BYTES
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "messages" / "coordinator.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+# ------------------------------------------------------------------------------------------------------ hostile peers
+NAME = struct.Struct(">8Q")
+
+
+@pytest.fixture
+def blocks() -> Iterator[shm.Blocks]:
+    made = shm.Blocks(lambda _: False)
+    yield made
+    made.close()
+
+
+def named(blocks: shm.Blocks) -> list[int]:
+    """The numbers of a block's name, as an honest peer sends it."""
+    frames = list[Any]()
+    body = blocks.room(SIZE)
+    np.frombuffer(body, np.uint8)[:] = 1
+    assert blocks.send([b"head", body], 1, lambda sent: frames.extend(sent) is None)
+    return list(NAME.unpack(frames[1]))
+
+
+def memory(size: int, seals: int, *, whole: bool = True) -> tuple[int, int]:
+    """Descriptor and inode of memory that a peer made."""
+    descriptor = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, size)
+    if whole and size:
+        os.posix_fallocate(descriptor, 0, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor, os.fstat(descriptor).st_ino
+
+
+KEPT = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def with_block(block: Callable[[], tuple[int, int]]) -> Callable[[list[int]], list[int]]:
+    return lambda name: [name[0], *block(), *name[3:]]
+
+
+def of_file(path: str) -> tuple[int, int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    return descriptor, os.fstat(descriptor).st_ino
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(lambda name: [1 << 62, *name[1:]], "No such file", id="no process"),
+        pytest.param(lambda name: [name[0], 1 << 40, *name[2:]], "No such file", id="no descriptor"),
+        pytest.param(lambda name: [*name[:2], name[2] + 1, *name[3:]], "is another file", id="reused descriptor"),
+        pytest.param(with_block(lambda: of_file("/dev/zero")), "is another file", id="device"),
+        pytest.param(with_block(lambda: of_file(__file__)), "is not sealed", id="file"),
+        pytest.param(with_block(lambda: memory(SIZE, 0)), "is not sealed", id="unsealed"),
+        pytest.param(with_block(lambda: memory(SIZE, KEPT)), "is not sealed", id="writable by others"),
+        pytest.param(with_block(lambda: memory(SIZE, KEPT | 16, whole=False)), "is not whole", id="without pages"),
+        pytest.param(with_block(lambda: memory(0, KEPT | 16)), "empty file", id="empty"),
+        pytest.param(with_block(lambda: memory(SIZE // 2, KEPT | 16)), f"a body of {SIZE} bytes", id="too small"),
+        pytest.param(lambda name: [*name[:3], *name[1:3], *name[5:]], "not permitted", id="a block as marks"),
+        pytest.param(lambda name: [name[0], *name[3:5], *name[3:]], "is not sealed", id="marks as a block"),
+        pytest.param(lambda name: [*name[:5], 1 << 50, *name[6:]], "in block", id="no such mark"),
+        pytest.param(lambda name: [*name[:7], 1 << 30], f"a body of {1 << 30} bytes", id="above the block"),
+        pytest.param(lambda name: [*name[:7], 1 << 40], "allowed", id="above the limit"),
+    ],
+)
+def test_a_name_of_a_bad_block_is_refused_and_the_next_message_is_read(
+    ends: tuple[Listener, Connection], blocks: shm.Blocks, change: Callable[[list[int]], list[int]], said: str
+) -> None:
+    listener, connection = ends
+    assert isinstance(connection, shm.ShmConnection)
+    forged = NAME.pack(*change(named(blocks)))
+    assert connection._inner.send([b"\1head", forged])
+    with pytest.raises(RemoteWireError, match=said) as caught:
+        listener.receive(SOON)
+    assert caught.value.reason == ("oversized" if said == "allowed" else "malformed")
+    assert connection._inner.send([b"\1head", NAME.pack(*named(blocks))])
+    assert is_full_of(received(listener)[1], 1)
+
+
+def test_other_frames_are_refused_and_another_users_block(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, connection = ends
+    assert isinstance(connection, shm.ShmConnection)
+    for frames, said in (([b"\1head", b"x" * 63], "63 bytes"), ([b"\2head", b""], "where"), ([b"", b""], "where")):
+        assert connection._inner.send(frames)
+        with pytest.raises(RemoteWireError, match=said):
+            listener.receive(SOON)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert connection.send([b"head", filled(connection, 1)])
+    with pytest.raises(RemoteWireError, match=f"of user {user}, not {user + 1}"):
+        listener.receive(SOON)
+
+
+def test_nobody_but_its_maker_can_change_or_shorten_a_block(ends: tuple[Listener, Connection]) -> None:
+    _, connection = ends
+    body = filled(connection, 1)
+    assert isinstance(connection, shm.ShmConnection)
+    (block,) = connection._blocks._blocks
+    path = f"/proc/{os.getpid()}/fd/{block.memfd.descriptor}"
+    descriptor = os.open(path, os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, 0)
+    for change in (lambda: os.write(descriptor, b"x"), lambda: os.truncate(descriptor, 1)):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(descriptor)
+    assert is_full_of(body, 1)
+
+
+def test_a_block_that_its_sender_changes_after_sealing_is_tampered_with(ends: tuple[Listener, Connection]) -> None:
+    listener, connection = ends
+    up, down = os.urandom(32), os.urandom(32)
+    silo = Session(run=RUN, name="silo-00", peer="coordinator", session=bytes(16), send_key=up, receive_key=down)
+    other = Session(run=RUN, name="coordinator", peer="silo-00", session=bytes(16), send_key=down, receive_key=up)
+    assert isinstance(connection, shm.ShmConnection)
+    for number in range(2):
+        sealed = silo.seal(message(number).header, [bytes(SIZE)], connection.room)
+        assert connection.send(sealed.frames)
+        got = listener.receive(SOON)
+        assert got is not None
+        assert sum(frame.nbytes for frame in got[1]) == sealed.size, "counted as over ipc"
+        if number:
+            connection._blocks._blocks[0].memfd.memory[1000] ^= 1
+            with pytest.raises(RemoteWireError) as caught:
+                other.open(got[1])
+            assert caught.value.reason == "tampered"
+        else:
+            assert other.open(got[1]).body == bytes(SIZE)
+        del sealed, got
+    sealed = seal_message(silo, message(3), connection.room)
+    assert connection.send(sealed.frames)
+    got = listener.receive(SOON)
+    assert got is not None
+    with pytest.raises(RemoteWireError, match="expected 1"):
+        open_message(other, got[1])

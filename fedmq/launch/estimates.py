@@ -1,12 +1,13 @@
 """What a scenario would run, and estimates of its time, memory and traffic: ``fedmq scenario --check``.
 
-The first rounds are carried out in this process and discarded, or a single training step if a task is long. Nothing is
-sent, and what is written goes to a temporary folder. ``python -m benchmarks --only estimates`` compares the estimates
-with runs.
+The first rounds are carried out in this process and discarded, on a part of the items if the data are large; if a step
+is long, only a single training step. Nothing is sent, and what is written goes to a temporary folder. ``python -m
+benchmarks --only estimates`` compares the estimates with runs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
@@ -18,17 +19,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
 import protocols
+from coordinator.participation import RoundsPlan
 from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
 from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.federation.population import Population, build_population, device_of
+from fedmq.federation.population import I64, Parts, Population, build_population, device_of
 from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.preflight import FirstStep, sent_payloads
 from fedmq.launch.preparation import planned
@@ -41,8 +44,12 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from silos.tasks import Silo, SiloArguments
 
-#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
-_MERGES, _MOST_SECONDS = 3, 15.0
+#: Maximum number of merges of a rehearsal, the time after which it ends once something is merged, and the time after
+#: which it ends at the next task [s].
+_MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
+#: Time of a rehearsed round [s], by which silos train on a part of their items, and the number of evaluated items, and
+#: of those that they retrieve, in a rehearsal of a larger split.
+_ROUND_SECONDS, _EVALUATED = 1.5, 1000
 
 
 @dataclass(frozen=True)
@@ -64,27 +71,40 @@ class Rehearsal:
     tasks: list[Answer] = field(default_factory=list)
     evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
     merges: int = 0
-    seconds: float = 0.0  # time of the rounds with their evaluations [s]
+    seconds: float = 0.0  # time of the rounds with their evaluations, as rehearsed [s]
+    answering: float = 0.0  # time of the silos and the evaluator in it [s]
+    whole: bool = True  # whether silos and evaluator had all items; otherwise the answers' times are extrapolated
 
     @property
     def merge_seconds(self) -> float:
         """Time of a merge and of the coordinator's other work for a round [s]."""
-        others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
-        return max(0.0, self.seconds - others) / max(1, self.merges)
+        return max(0.0, self.seconds - self.answering) / max(1, self.merges)
 
 
-def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
+def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
+
+    Args:
+        run: the run.
+        population: its data and their partition.
+        most: number of items from which a silo trains on a part of them; its time is extrapolated.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
     """
     run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
-    found, began = Rehearsal(), time.monotonic()
+    found, began, part = Rehearsal(), time.monotonic(), part_of(population, run.scenario, most)
+    trained = (len(rows) / max(1, len(kept)) for rows, kept in zip(population.train, part.train, strict=True))
+    times = dict(zip(run.scenario.silo_names, trained, strict=True))
+    evaluated = _evaluation_growth(population, part, run.scenario)
+    found.whole = set(times.values()) == {1.0} and evaluated == 1.0
 
-    def peers(name: Path, same: Population) -> PeerFunctions:
-        made = inline_peers(run, RunFolder(name), population.prepared.folder, same)
-        timed = {each: partial(_timed, found, each, answer) for each, answer in made.answers.items()}
+    def peers(name: Path, _: Population) -> PeerFunctions:
+        made = inline_peers(run, RunFolder(name), population.prepared.folder, part)
+        timed = {
+            each: partial(_timed, found, (each, times.get(each, 1.0), evaluated), answer)
+            for each, answer in made.answers.items()
+        }
         return replace(made, answers=timed)
 
     def note(status: Status) -> None:
@@ -97,18 +117,74 @@ def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
         run_coordinator(
             CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder),
             status=note,
-            stop_wanted=lambda: found.merges >= _MERGES or time.monotonic() - began > _MOST_SECONDS,
+            stop_wanted=lambda: _is_over(found.merges, time.monotonic() - began),
             peers=partial(peers, place),
         )
     return found
 
 
-def _timed(found: Rehearsal, name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
-    began = time.monotonic()
+def _is_over(merges: int, seconds: float) -> bool:
+    return merges >= _MERGES or seconds > (_ENOUGH_SECONDS if merges else _MOST_SECONDS)
+
+
+def part_of(population: Population, scenario: Scenario, most: int) -> Population:
+    """A population on parts of its data: every silo keeps items of each kind that it trains on.
+
+    Args:
+        population: the whole data.
+        scenario: its scenario.
+        most: number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
+    """
+    train = []
+    for silo in population.silos:
+        rows, whole = population.rows_of(silo), population.train[silo.index]
+        kept = [_spread(part, most) for part in (rows.dataset, rows.image_only, rows.text_only)]
+        train.append(whole if len(whole) <= most else np.unique(np.concatenate(kept)))
+    # A fold may not be larger than the split.
+    fewest = max(_EVALUATED, scenario.evaluation.fold_size or 0)
+    heldout, evaluated = _thinned(population.heldout, population.evaluated, fewest)
+    galleries, database = _thinned(population.galleries, population.database, fewest)
+    return replace(
+        population, train=tuple(train), heldout=heldout, evaluated=evaluated, galleries=galleries, database=database
+    )
+
+
+def _spread(rows: I64, most: int) -> I64:
+    """At most this many of some rows, spread evenly."""
+    return rows if len(rows) <= most else rows[np.arange(most) * len(rows) // most]
+
+
+def _thinned(parts: Parts, whole: I64, fewest: int) -> tuple[Parts, I64]:
+    """Every n-th row of a split int64 [n], of which at least ``fewest`` remain, and of each silo's part of it."""
+    stride = max(1, len(whole) // fewest)
+    kept = tuple(part[::stride] for part in parts)
+    return kept, np.unique(np.concatenate([whole[::stride], *kept]))
+
+
+def _evaluation_growth(population: Population, part: Population, scenario: Scenario) -> float:
+    """How many times longer an evaluation takes on the whole data than on a part.
+
+    Items are embedded in linear and ranked in quadratic time; the estimate is the geometric mean of both.
+    """
+    queries = len(population.evaluated) / max(1, len(part.evaluated))
+    gallery = queries
+    if scenario.evaluation.gallery == "database" and len(part.database):
+        gallery = len(population.database) / len(part.database)
+    return max(queries, gallery) * math.sqrt(min(queries, gallery))
+
+
+def _timed(
+    found: Rehearsal, whose: tuple[str, float, float], answer: PeerFunction, message: Message
+) -> tuple[Payload, ...]:
+    """Answer and note the time, with the factors by which the whole data take longer in a task and an evaluation."""
+    began, (name, training, evaluation) = time.monotonic(), whose
     payloads = answer(message)
     seconds = time.monotonic() - began
-    kept = found.tasks if message.header.kind is Kind.TASK else found.evaluations
-    kept.append(Answer(name, seconds, size_of(message.payloads), size_of(payloads)))
+    task = message.header.kind is Kind.TASK
+    whole = seconds * (training if task else evaluation)
+    kept = found.tasks if task else found.evaluations
+    kept.append(Answer(name, whole, size_of(message.payloads), size_of(payloads)))
+    found.answering += seconds
     return payloads
 
 
@@ -143,7 +219,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-#: A task that takes longer than this is estimated from one step [s].
+#: If two steps take longer than this, tasks are estimated from one step [s].
 _LONG_TASK = 10.0
 #: Time that both ends together spend on the messages of a task, and for each byte of their payloads [s]. Measured on
 #: two cores, with tasks of 1.6 to 9.4 MB, as processes and in one process.
@@ -229,6 +305,7 @@ class Estimate:
     tasks: int
     seconds: float  # mean time of a task in its silo [s]
     rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
+    whole: bool  # whether they were carried out on all items, and not on a part of them
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:
@@ -244,11 +321,12 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     alone = {
         kind: task for kind, silos in kinds.items() if (task := _task_of_largest(run, population, silos)) is not None
     }
-    rehearsal = Rehearsal()
-    if max((task.seconds for task in alone.values()), default=0.0) <= _LONG_TASK:
-        rehearsal = rehearse(run, population)
+    plan = run_context_of(scenario, population.counted(scenario), RunFolder(Path()))[0].plan
+    rehearsal, most = Rehearsal(), _most_items(scenario, population, kinds, alone, plan.tasks_out(0))
+    if most:
+        rehearsal = rehearse(run, population, most)
     training, down, up, tasks, replies = 0.0, 0.0, 0.0, 0.0, 0.0
-    sent, merged = _tasks(run, population)
+    sent, merged = _tasks(plan, scenario.rounds)
     for kind, task in alone.items():
         answers = _answers(rehearsal, kinds[kind], task, population)
         out, back = (sum(counts[silo.name] for silo in kinds[kind]) for counts in (sent, merged))
@@ -273,7 +351,28 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         tasks=round(tasks),
         seconds=training / max(1.0, replies),
         rehearsed=len(rehearsal.tasks),
+        whole=rehearsal.whole,
     )
+
+
+def _most_items(
+    scenario: Scenario,
+    population: Population,
+    kinds: Mapping[str, list[SiloFacts]],
+    alone: Mapping[str, Answer],
+    tasks: int,
+) -> int:
+    """Number of items that a silo trains on in a rehearsal, so that a round of some tasks is short; 0 for no rehearsal.
+
+    A silo takes at least two steps. There is no rehearsal if these are long.
+    """
+    largest = {kind: max(len(population.train[silo.index]) for silo in kinds[kind]) for kind in alone}
+    an_item = max((task.seconds / max(1, largest[kind]) for kind, task in alone.items()), default=0.0)
+    size = scenario.training.batch_size
+    if an_item * min(2 * size, max(largest.values(), default=0)) > _LONG_TASK:
+        return 0
+    items = max(largest.values(), default=1) if not an_item else int(_ROUND_SECONDS / (tasks * an_item))
+    return max(2 * size, items // size * size)
 
 
 def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, population: Population) -> list[Answer]:
@@ -284,15 +383,14 @@ def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, 
     return [each for each in rehearsal.tasks if each.name in names] or [alone]
 
 
-def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _tasks(plan: RoundsPlan, rounds: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Number of tasks of each silo in a run, and of its replies that are merged, if nothing fails.
 
     In synchronous rounds the selected silos are known, unless selection depends on losses; otherwise all are equally
     likely.
     """
-    plan = run_context_of(run.scenario, population.counted(run.scenario), RunFolder(Path()))[0].plan
     sent, merged = Counter[str](), 0
-    for version in range(run.scenario.rounds):
+    for version in range(rounds):
         merged += plan.wanted(version)
         sent.update(plan.sampling.choose(plan.seed, version, plan.eligible, plan.tasks_out(version), {}))
     if plan.mode == "sync" and plan.sampling.candidates is None:
@@ -347,9 +445,9 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     yield f"estimated traffic: {size_text(found.down)} down, {size_text(found.up)} up"
     how = "one process" if not found.processes else f"{found.processes} silo processes and the others"
     yield f"estimated memory: {size_text(found.memory)} in {how}"
-    basis = (
-        f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
-    )
+    items = "" if found.whole else ", on a part of the items"
+    tasks = f"the first {found.rehearsed} tasks, carried out in this process{items}"
+    basis = tasks if found.rehearsed else "one training step"
     yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
 from fedmq.errors import InputError
+from fedmq.federation.population import build_population
+from fedmq.launch import estimates, rehearsal
 from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 
 @pytest.mark.slow
@@ -32,6 +35,41 @@ def test_the_estimates_of_traffic_hold_for_the_run(tiny: Path, tmp_path: Path, m
     assert estimated["down"] == pytest.approx(sum(summary.bytes.down.values()), rel=0.05)
     assert estimated["up"] == pytest.approx(sum(summary.bytes.up.values()), rel=0.05)
     assert estimated["memory"] > 500e6 and estimated["startup"] > 0 and estimated["rounds"] > 0
+
+
+def test_large_data_are_rehearsed_in_part_with_the_same_traffic(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(resolved(tiny, "training.batch_size=4", "evaluation.fold_size=10"))
+    population = build_population(run.scenario)
+    whole = estimates.estimate(run, population)
+    monkeypatch.setattr(estimates, "_ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(rehearsal, "_EVALUATED", 5)
+    seen = list[tuple[int, ...]]()
+    real = rehearsal.inline_peers
+    monkeypatch.setattr(
+        rehearsal,
+        "inline_peers",
+        lambda run, folder, data, part: (
+            seen.append(tuple(map(len, (*part.train, part.evaluated)))) or real(run, folder, data, part)
+        ),
+    )
+    part = estimates.estimate(run, population)
+    assert whole.whole and not part.whole and part.rehearsed
+    assert [min(8, len(rows)) for rows in population.train] == list(seen[0][:-1])
+    assert 10 <= seen[0][-1] < len(population.evaluated)
+    assert (part.down, part.up, part.tasks) == (whole.down, whole.up, whole.tasks)
+
+
+def test_a_part_of_the_data_has_items_of_every_silo(tiny: Path) -> None:
+    scenario = resolved(tiny, "evaluation.gallery=database")
+    population = build_population(scenario)
+    part = rehearsal.part_of(population, scenario, 3)
+    for kept, held in ((part.train, population.train), (part.heldout, population.heldout)):
+        assert all(
+            set(some) <= set(all_) and bool(len(some)) == bool(len(all_)) for some, all_ in zip(kept, held, strict=True)
+        )
+    assert max(map(len, part.train)) == 3
+    assert set(np.concatenate(part.heldout)) <= set(part.evaluated) <= set(population.evaluated)
+    assert set(np.concatenate(part.galleries)) <= set(part.database) <= set(population.database)
 
 
 def test_a_bad_scenario_is_refused_by_the_check_too(tiny: Path) -> None:

@@ -22,7 +22,7 @@ def found(file: Path, *settings: str, merges: int = 2) -> Mapping[Finding, list[
     """The warnings of a scenario in which all silos train in each round, by what they are about."""
     run = resolve(read(file, ("participation=1", *settings)), protocols)
     population = build_population(run.scenario, pooled=run.pooled)
-    made = list(remarks(run, population, merges))
+    made = list(remarks(run, population, merges, most=1000))
     return {each: [remark.text for remark in made if remark.finding is each] for each in Finding}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from fedmq.errors import InputError
 from fedmq.storage import cache as digests
-from fedmq.storage.cache import file_digests
+from fedmq.storage.cache import file_digest, file_digests
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,18 @@ def test_a_file_rewritten_in_place_with_its_old_size_and_time_is_read_again(tmp_
         opened.write(b"two")
     os.utime(file, (0, 0))
     assert file_digests([file]) == [blake3.blake3(b"two").hexdigest()] != before
+
+
+def test_an_unchanged_file_is_read_once_for_its_sha256_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, hashed = made(tmp_path / "a", b"one"), list[str]()
+    assert file_digests([file]) == [blake3.blake3(b"one").hexdigest()]
+    real = hashlib.file_digest
+    monkeypatch.setattr(digests.hashlib, "file_digest", lambda opened, name: hashed.append(name) or real(opened, name))
+    assert file_digest(file) == file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    assert hashed == ["sha256"]
+    file.write_bytes(b"two, longer")
+    assert file_digest(file) == hashlib.sha256(b"two, longer").hexdigest()
+    assert file_digests([file]) == [blake3.blake3(b"two, longer").hexdigest()]
 
 
 @pytest.mark.parametrize("damage", ["a folder", "no database", "another table"])

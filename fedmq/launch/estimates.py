@@ -1,8 +1,7 @@
 """What a scenario would run, and estimates of its time, memory and traffic: ``fedmq scenario --check``.
 
-The first rounds are carried out in this process and discarded (:mod:`fedmq.launch.rehearsal`), or a single training
-step if a task is long. ``python -m benchmarks --only estimates`` compares the estimates
-with runs.
+The first rounds are carried out in this process and discarded (:mod:`fedmq.launch.rehearsal`); if a step is long, only
+a single training step. ``python -m benchmarks --only estimates`` compares the estimates with runs.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import psutil
 import torch
 
 import protocols
+from coordinator.participation import RoundsPlan
 from coordinator.peers import InProcessPeers
 from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
@@ -35,6 +35,9 @@ from fedmq.launch.rehearsal import Answer, Rehearsal, rehearse, remarks, size_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, duration_text, size_text
 from silos.tasks import Silo, SiloArguments
+
+#: Time of a rehearsed round [s], by which silos train on a part of their items.
+_ROUND_SECONDS = 1.5
 
 
 def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Answer | None:
@@ -63,7 +66,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-#: A task that takes longer than this is estimated from one step [s].
+#: If two steps take longer than this, tasks are estimated from one step [s].
 _LONG_TASK = 10.0
 #: Time that both ends together spend on the messages of a task, and for each byte of their payloads [s]. Measured on
 #: two cores, with tasks of 1.6 to 9.4 MB, as processes and in one process.
@@ -108,7 +111,10 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
         raise InputError("--check --json", "features that are not extracted yet", "first `fedmq data features FILE`")
     population = build_population(run.scenario, progress, folder=known, pooled=run.pooled)
     found = estimate(run, population)
-    return {**asdict(found), "warnings": [asdict(each) for each in remarks(run, population, found.merges)]}
+    return {
+        **asdict(found),
+        "warnings": [asdict(each) for each in remarks(run, population, found.merges, found.most_items)],
+    }
 
 
 def _what(run: ResolvedRun) -> Iterator[str]:
@@ -152,6 +158,9 @@ class Estimate:
     seconds: float  # mean time of a task in its silo [s]
     rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
     merges: int  # number of merges that were carried out
+    # Number of items of each kind that a silo trained on at most in them; 0 if a step was measured only.
+    most_items: int
+    whole: bool  # whether they were carried out on all items, and not on a part of them
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:
@@ -167,11 +176,12 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
     alone = {
         kind: task for kind, silos in kinds.items() if (task := _task_of_largest(run, population, silos)) is not None
     }
-    rehearsal = Rehearsal()
-    if max((task.seconds for task in alone.values()), default=0.0) <= _LONG_TASK:
-        rehearsal = rehearse(run, population)
+    plan = run_context_of(scenario, population.counted(scenario), RunFolder(Path()))[0].plan
+    rehearsal, most = Rehearsal(), _most_items(scenario, population, kinds, alone, plan.tasks_out(0))
+    if most:
+        rehearsal = rehearse(run, population, most)
     training, down, up, tasks, replies = 0.0, 0.0, 0.0, 0.0, 0.0
-    sent, merged = _tasks(run, population)
+    sent, merged = _tasks(plan, scenario.rounds)
     for kind, task in alone.items():
         answers = _answers(rehearsal, kinds[kind], task, population)
         out, back = (sum(counts[silo.name] for silo in kinds[kind]) for counts in (sent, merged))
@@ -197,7 +207,29 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         seconds=training / max(1.0, replies),
         rehearsed=len(rehearsal.tasks),
         merges=rehearsal.merges,
+        most_items=most,
+        whole=rehearsal.whole,
     )
+
+
+def _most_items(
+    scenario: Scenario,
+    population: Population,
+    kinds: Mapping[str, list[SiloFacts]],
+    alone: Mapping[str, Answer],
+    tasks: int,
+) -> int:
+    """Number of items that a silo trains on in a rehearsal, so that a round of some tasks is short; 0 for no rehearsal.
+
+    A silo takes at least two steps. There is no rehearsal if these are long.
+    """
+    largest = {kind: max(len(population.train[silo.index]) for silo in kinds[kind]) for kind in alone}
+    an_item = max((task.seconds / max(1, largest[kind]) for kind, task in alone.items()), default=0.0)
+    size = scenario.training.batch_size
+    if an_item * min(2 * size, max(largest.values(), default=0)) > _LONG_TASK:
+        return 0
+    items = max(largest.values(), default=1) if not an_item else int(_ROUND_SECONDS / (tasks * an_item))
+    return max(2 * size, items // size * size)
 
 
 def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, population: Population) -> list[Answer]:
@@ -208,15 +240,14 @@ def _answers(rehearsal: Rehearsal, silos: Sequence[SiloFacts], largest: Answer, 
     return [each for each in rehearsal.tasks if each.name in names] or [alone]
 
 
-def _tasks(run: ResolvedRun, population: Population) -> tuple[Mapping[str, float], Mapping[str, float]]:
+def _tasks(plan: RoundsPlan, rounds: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Number of tasks of each silo in a run, and of its replies that are merged, if nothing fails.
 
     In synchronous rounds the selected silos are known, unless selection depends on losses; otherwise all are equally
     likely.
     """
-    plan = run_context_of(run.scenario, population.counted(run.scenario), RunFolder(Path()))[0].plan
     sent, merged = Counter[str](), 0
-    for version in range(run.scenario.rounds):
+    for version in range(rounds):
         merged += plan.wanted(version)
         sent.update(plan.sampling.choose(plan.seed, version, plan.eligible, plan.tasks_out(version), {}))
     if plan.mode == "sync" and plan.sampling.candidates is None:
@@ -271,11 +302,11 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     yield f"estimated traffic: {size_text(found.down)} down, {size_text(found.up)} up"
     how = "one process" if not found.processes else f"{found.processes} silo processes and the others"
     yield f"estimated memory: {size_text(found.memory)} in {how}"
-    basis = (
-        f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
-    )
+    items = "" if found.whole else ", on a part of the items"
+    tasks = f"the first {found.rehearsed} tasks, carried out in this process{items}"
+    basis = tasks if found.rehearsed else "one training step"
     yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
-    for remark in remarks(run, population, found.merges):
+    for remark in remarks(run, population, found.merges, found.most_items):
         yield f"warning: {remark.text}"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import protocols
@@ -22,9 +24,9 @@ from coordinator import checkpoints
 from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.config.resolve import ResolvedRun, resolve
-from fedmq.config.scenario import ProtocolChoice
+from fedmq.config.scenario import ProtocolChoice, Scenario
 from fedmq.errors import FedmqError, InputError
-from fedmq.federation.population import Population
+from fedmq.federation.population import I64, Parts, Population
 from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.result_limits import ONE_STEP_TASKS
 from fedmq.runs.status import Status
@@ -35,8 +37,11 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from protocols.parts.training import steps_per_task
 
-#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
-_MERGES, _MOST_SECONDS = 3, 15.0
+#: Maximum number of merges of a rehearsal, the time after which it ends once something is merged, and the time after
+#: which it ends at the next task [s].
+_MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
+#: Number of evaluated items, and of those that they retrieve, in a rehearsal of a larger split.
+_EVALUATED = 1000
 #: Time after which no further option is compared [s].
 _COMPARING_SECONDS = 60.0
 #: Difference of two models below which they count as equal, as a fraction of the distance that training moved them.
@@ -62,13 +67,14 @@ class Rehearsal:
     tasks: list[Answer] = field(default_factory=list)
     evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
     merges: int = 0
-    seconds: float = 0.0  # time of the rounds with their evaluations [s]
+    seconds: float = 0.0  # time of the rounds with their evaluations, as rehearsed [s]
+    answering: float = 0.0  # time of the silos and the evaluator in it [s]
+    whole: bool = True  # whether silos and evaluator had all items; otherwise the answers' times are extrapolated
 
     @property
     def merge_seconds(self) -> float:
         """Time of a merge and of the coordinator's other work for a round [s]."""
-        others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
-        return max(0.0, self.seconds - others) / max(1, self.merges)
+        return max(0.0, self.seconds - self.answering) / max(1, self.merges)
 
 
 def size_of(payloads: Sequence[Payload]) -> int:
@@ -76,19 +82,32 @@ def size_of(payloads: Sequence[Payload]) -> int:
     return sum(map(tensor_bytes, payloads))
 
 
-def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
+def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
+
+    Args:
+        run: the run.
+        population: its data and their partition.
+        most: number of items from which a silo trains on a part of them; its time is extrapolated.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
     """
-    found, began = Rehearsal(), time.monotonic()
+    found, began, part = Rehearsal(), time.monotonic(), part_of(population, run.scenario, most)
+    longer = (len(rows) / max(1, len(kept)) for rows, kept in zip(population.train, part.train, strict=True))
+    training = dict(zip(run.scenario.silo_names, longer, strict=True))
+    evaluation = _evaluation_growth(population, part, run.scenario)
+    found.whole = set(training.values()) == {1.0} and evaluation == 1.0
 
     def timed(name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
         asked = time.monotonic()
         payloads = answer(message)
-        kept = found.tasks if message.header.kind is Kind.TASK else found.evaluations
-        kept.append(Answer(name, time.monotonic() - asked, size_of(message.payloads), size_of(payloads)))
+        seconds = time.monotonic() - asked
+        task = message.header.kind is Kind.TASK
+        whole = seconds * (training.get(name, 1.0) if task else evaluation)
+        kept = found.tasks if task else found.evaluations
+        kept.append(Answer(name, whole, size_of(message.payloads), size_of(payloads)))
+        found.answering += seconds
         return payloads
 
     def note(status: Status) -> None:
@@ -97,11 +116,58 @@ def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
             found.seconds = time.monotonic() - began
 
     def over() -> bool:
-        return found.merges >= _MERGES or time.monotonic() - began > _MOST_SECONDS
+        seconds = time.monotonic() - began
+        return found.merges >= _MERGES or seconds > (_ENOUGH_SECONDS if found.merges else _MOST_SECONDS)
 
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        _carry_out(run, population, Path(name), timed, note, over)
+        _carry_out(run, part, Path(name), timed, note, over)
     return found
+
+
+def part_of(population: Population, scenario: Scenario, most: int) -> Population:
+    """A population on parts of its data: every silo keeps items of each kind that it trains on.
+
+    Args:
+        population: the whole data.
+        scenario: its scenario.
+        most: number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
+    """
+    train = []
+    for silo in population.silos:
+        rows, whole = population.rows_of(silo), population.train[silo.index]
+        kept = [_spread(part, most) for part in (rows.dataset, rows.image_only, rows.text_only)]
+        train.append(whole if len(whole) <= most else np.unique(np.concatenate(kept)))
+    # A fold may not be larger than the split.
+    fewest = max(_EVALUATED, scenario.evaluation.fold_size or 0)
+    heldout, evaluated = _thinned(population.heldout, population.evaluated, fewest)
+    galleries, database = _thinned(population.galleries, population.database, fewest)
+    return replace(
+        population, train=tuple(train), heldout=heldout, evaluated=evaluated, galleries=galleries, database=database
+    )
+
+
+def _spread(rows: I64, most: int) -> I64:
+    """At most this many of some rows, spread evenly."""
+    return rows if len(rows) <= most else rows[np.arange(most) * len(rows) // most]
+
+
+def _thinned(parts: Parts, whole: I64, fewest: int) -> tuple[Parts, I64]:
+    """Every n-th row of a split int64 [n], of which at least ``fewest`` remain, and of each silo's part of it."""
+    stride = max(1, len(whole) // fewest)
+    kept = tuple(part[::stride] for part in parts)
+    return kept, np.unique(np.concatenate([whole[::stride], *kept]))
+
+
+def _evaluation_growth(population: Population, part: Population, scenario: Scenario) -> float:
+    """How many times longer an evaluation takes on the whole data than on a part.
+
+    Items are embedded in linear and ranked in quadratic time; the estimate is the geometric mean of both.
+    """
+    queries = len(population.evaluated) / max(1, len(part.evaluated))
+    gallery = queries
+    if scenario.evaluation.gallery == "database" and len(part.database):
+        gallery = len(population.database) / len(part.database)
+    return max(queries, gallery) * math.sqrt(min(queries, gallery))
 
 
 def _carry_out(
@@ -112,11 +178,14 @@ def _carry_out(
     note: Callable[[Status], None] = lambda status: None,
     over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Carry out a run without its faults in a folder, until ``over``; every request goes ``through`` a function."""
+    """Carry out a run without its faults in a folder, until ``over``; every request goes ``through`` a function.
+
+    Silos and evaluator have the data of ``population``, which may be a part of the run's.
+    """
     run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
 
-    def peers(same: Population) -> PeerFunctions:
-        made = inline_peers(run, RunFolder(place), population.prepared.folder, same)
+    def peers(_: Population) -> PeerFunctions:
+        made = inline_peers(run, RunFolder(place), population.prepared.folder, population)
         return replace(made, answers={each: partial(through, each, made.answers[each]) for each in made.answers})
 
     arguments = CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder)
@@ -141,7 +210,7 @@ class Remark:
     text: str  # one line for a reader
 
 
-def remarks(run: ResolvedRun, population: Population, merges: int) -> Iterator[Remark]:
+def remarks(run: ResolvedRun, population: Population, merges: int, most: int) -> Iterator[Remark]:
     """What of a scenario changes nothing: tasks of one step, a method that is FedAvg, options without effect.
 
     The first rounds are carried out with every part of the method switched on from the first, then with FedAvg, and
@@ -151,6 +220,7 @@ def remarks(run: ResolvedRun, population: Population, merges: int) -> Iterator[R
         run: the scenario.
         population: its data.
         merges: number of rounds; 0, because a task takes long, compares nothing.
+        most: number of items from which a silo trains on a part of them.
     """
     counts = [len(population.train[silo.index]) for silo in population.silos]
     if {steps_per_task(run.scenario, count) for count in counts if count} == {1}:
@@ -158,15 +228,15 @@ def remarks(run: ResolvedRun, population: Population, merges: int) -> Iterator[R
     if not merges:
         yield Remark(Finding.NOT_COMPARED, "the method is not compared with FedAvg, nor its options: a task takes long")
         return
-    given = tuple(run.source.scenario.protocol.options)
+    given, part = tuple(run.source.scenario.protocol.options), part_of(population, run.scenario, most)
     try:
         run = _begun(run)
-        usual = _rounds(run, population, merges)
+        usual = _rounds(run, part, merges)
     except FedmqError as error:
         yield Remark(Finding.NOT_COMPARED, f"the method and its options are not compared: {error}")
         return
-    yield from _beside_fedavg(run, population, usual)
-    yield from _without_options(run, given, population, usual)
+    yield from _beside_fedavg(run, part, usual)
+    yield from _without_options(run, given, part, usual)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The cache of content-addressed folders, each created atomically, and of the digests of files that were read.
 
-BLAKE3 digests of files are remembered in the cache, so that an unchanged file is read only once.
+Digests of files are remembered in the cache, so that an unchanged file is read only once.
 """
 
 from __future__ import annotations
@@ -75,16 +75,6 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    with open_regular(path, "a readable file") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 _READERS = min(16, os.cpu_count() or 4)
 _BLOCK = 1 << 20  # bytes per read
 _BATCH = 1024  # files between two reports of progress; their digests are remembered together
@@ -104,6 +94,10 @@ def _identity(path: Path) -> Identity:
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):  # reading or even opening a pipe or device may block forever
         raise InputError(str(path), "no regular file", "a readable file")
+    return _identity_of(about)
+
+
+def _identity_of(about: os.stat_result) -> Identity:
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
@@ -129,7 +123,8 @@ def read_digest(path: Path) -> tuple[Identity, str]:
 class _Memory:
     """Digests of earlier calls, in an SQLite file; without one if it cannot be opened, e.g. in a read-only cache."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        path = cache_folder() / "file_digests.sqlite"
         self._file: sqlite3.Connection | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +172,22 @@ def _signed(identity: Identity) -> tuple[int, ...]:
     return tuple(number - (1 << 64) if number >= 1 << 63 else number for number in identity)
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes; read again only if the file changed, as for :func:`file_digests`.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    with open_regular(path, "a readable file") as file, closing(_Memory()) as memory:
+        about, key = os.fstat(file.fileno()), b"sha256 " + os.fsencode(path.absolute())
+        if (known := memory.find(key, before := _identity_of(about))) is not None:
+            return known
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if _identity_of(os.fstat(file.fileno())) == before:
+            memory.keep([(key, before, digest)])
+        return digest
+
+
 def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lambda _done: None) -> list[str]:
     """BLAKE3 (hex) of each file's bytes.
 
@@ -190,7 +201,7 @@ def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lam
         InputError: a file cannot be read, or it changed while it was read.
     """
     digests: list[str] = []
-    with closing(_Memory(cache_folder() / "file_digests.sqlite")) as memory, ThreadPoolExecutor(_READERS) as pool:
+    with closing(_Memory()) as memory, ThreadPoolExecutor(_READERS) as pool:
         for start in range(0, len(paths), _BATCH):
             part = [path.absolute() for path in paths[start : start + _BATCH]]
             known: list[str | None] = []

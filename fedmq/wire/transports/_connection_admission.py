@@ -54,7 +54,6 @@ class _Open:
 
     key: str | None = None  # its peer's key, hexadecimal, empty if none is required; None until it sends a message
     kept: bool = False  # whether its peer has completed a handshake
-    peer: bytes = b""  # its address at the listener, once it has sent a message
     messages: int = 0  # number of its messages
     # The numbers of messages and of received bytes when the last message was seen.
     mark: tuple[int, int] = (0, 0)
@@ -93,12 +92,11 @@ class ConnectionAdmission:
         """Whether messages carry the key of their connection."""
         return self._gate is not None
 
-    def heard(self, descriptor: int, peer: bytes, key: str) -> None:
+    def heard(self, descriptor: int, key: str) -> None:
         """A peer sent a message.
 
         Args:
             descriptor: file descriptor of its connection.
-            peer: its address.
             key: its public key, hexadecimal; empty if none is required, and then there is no limit by key.
         """
         with self._lock:
@@ -106,16 +104,11 @@ class ConnectionAdmission:
                 return  # closed in the meantime
             if connection.key not in (None, key):  # of a connection that is closed
                 connection = _Open()
-            connection.key, connection.peer, connection.messages = key, peer, connection.messages + 1
+            connection.key, connection.messages = key, connection.messages + 1
             self._add(descriptor, connection)
             surplus = self._surplus(key, PER_KEY) if key else None
         if surplus is not None:
             self.shut(surplus)
-
-    def is_open(self, descriptor: int, peer: bytes) -> bool:
-        """Whether a descriptor is that of the connection of a peer, which is still open."""
-        with self._lock:
-            return self._open.get(descriptor, _Open()).peer == peer
 
     def keep(self, descriptor: int) -> None:
         """A peer has completed a handshake; close its connection after those of its key that have not."""

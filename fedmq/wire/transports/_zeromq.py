@@ -70,6 +70,7 @@ class ZeroMQListener(Listener):
         self.uri = uri
         self._socket, self._context, self._admission = socket, context, admission
         self._descriptors = BoundedDict[bytes, int](_MAX_DESCRIPTORS)
+        self._inodes = BoundedDict[bytes, int | None](_MAX_DESCRIPTORS)  # of the sockets of these descriptors
 
     @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
@@ -87,7 +88,9 @@ class ZeroMQListener(Listener):
         if self._admission is not None:
             key = str(first.get("User-Id")) if self._admission.by_key else ""
             self._descriptors[peer] = int(first.get(zmq.SRCFD))
-            self._admission.heard(self._descriptors[peer], peer, key)
+            if peer not in self._inodes:
+                self._inodes[peer] = _inode(self._descriptors[peer])
+            self._admission.heard(self._descriptors[peer], key)
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
         _require_two(frames)
@@ -105,8 +108,8 @@ class ZeroMQListener(Listener):
 
     def connected(self, peer: bytes) -> bool:
         """Whether the connection of a peer that has sent a message is still open."""
-        descriptor = self._descriptors.get(peer)
-        return self._admission is not None and descriptor is not None and self._admission.is_open(descriptor, peer)
+        inode = self._inodes.get(peer)
+        return inode is not None and _inode(self._descriptors.get(peer, -1)) == inode
 
     @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
@@ -417,6 +420,14 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | 
 def _milliseconds(timeout_s: float | None) -> int | None:
     # Rounded up, so that waits below one millisecond do not become a busy loop.
     return None if timeout_s in (None, math.inf) else max(0, math.ceil(timeout_s * 1000))
+
+
+def _inode(descriptor: int) -> int | None:
+    """The inode of an open file; None if the descriptor is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _require_two(frames: int) -> None:

@@ -13,13 +13,8 @@ from fedmq.wire.transports.base import Listener, Transport
 _PATH_BYTES = 107
 
 
-def path_of(uri: str) -> str:
-    """The path of the socket in a URI of this scheme, or of another one with such a path."""
-    return uri.partition("://")[2]
-
-
 def check(uri: str, place: str, listening: bool) -> None:
-    """Check the path, see :class:`Transport`."""
+    """Check the path of a URI of this scheme, or of another one with such a path; see :class:`Transport`."""
     scheme, _, path = uri.partition("://")
     size = len(os.fsencode(path))
     if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
@@ -28,7 +23,7 @@ def check(uri: str, place: str, listening: bool) -> None:
 
 def require_free(uri: str) -> None:
     """Raise an InputError if a process listens at the path of a URI."""
-    if _has_listener(path_of(uri)):
+    if _has_listener(uri.partition("://")[2]):
         # ZeroMQ would silently replace the other listener's socket file.
         raise InputError(uri, "a path where another process listens", "an unused path")
 

@@ -37,8 +37,8 @@ from fedmq.wire.transports.base import Connection, Listener, Transport
 LEAST_BYTES = 1 << 20
 #: Blocks of an end, and their size together [bytes].
 MOST_BLOCKS, MOST_BYTES = 64, 1 << 30
-#: Mapped blocks and marks of other processes, and their size together [bytes]; each mapping holds a file descriptor.
-_MOST_MAPPED, _MOST_MAPPED_BYTES = 256, 4 << 30
+#: Mapped blocks and marks of other processes; each mapping holds a file descriptor.
+_MOST_MAPPED = 256
 #: Blocks are made in multiples of this size [bytes], since the bodies of a run differ a little.
 _STEP = 1 << 20
 #: Time that an end which is closed waits for its messages to be read [s], as ZeroMQ does for those in its queue.
@@ -76,17 +76,15 @@ class _Memfd:
             raise
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass
 class _Block:
     """Memory for one body at a time."""
 
     memfd: _Memfd
     slot: int  # place of its mark
-    given: Callable[[], object] = _nothing  # the array on it of a message that is being sealed or sent, if there is one
+    given: Callable[[], object] = lambda: (
+        None
+    )  # the array on it of a message that is being sealed or sent, if there is one
     message: int = 0  # number of the last message sent in it
     peer: bytes | int | None = None  # the peer of that message
 
@@ -277,7 +275,7 @@ class MappedBlocks:
             self._mapped = {each: memory for each, memory in self._mapped.items() if each.exists()}
             found = name.map()
         self._mapped[name] = found
-        while len(self._mapped) > _MOST_MAPPED or sum(map(len, self._mapped.values())) > _MOST_MAPPED_BYTES:
+        if len(self._mapped) > _MOST_MAPPED:
             del self._mapped[next(iter(self._mapped))]
         return found
 
@@ -289,8 +287,8 @@ def _mark_read(mark: npt.NDArray[np.uint64], number: np.uint64) -> None:
 class ShmListener(Listener):
     """A listener whose peers are processes of the same user on the same machine."""
 
-    def __init__(self, inner: _zeromq.ZeroMQListener, max_frame: int) -> None:
-        self._inner, self.uri = inner, _of_scheme("shm", inner.uri)
+    def __init__(self, inner: _zeromq.ZeroMQListener, uri: str, max_frame: int) -> None:
+        self._inner, self.uri = inner, uri
         self._blocks, self._mapped = Blocks(inner.connected), MappedBlocks(max_frame)
 
     @override
@@ -319,8 +317,8 @@ class ShmListener(Listener):
 class ShmConnection(Connection):
     """A connection to a listener of the same user on the same machine."""
 
-    def __init__(self, inner: Connection, max_frame: int) -> None:
-        self._inner, self.uri = inner, _of_scheme("shm", inner.uri)
+    def __init__(self, inner: Connection, uri: str, max_frame: int) -> None:
+        self._inner, self.uri = inner, uri
         self._blocks, self._mapped = Blocks(lambda number: number == self._number()), MappedBlocks(max_frame)
 
     def _number(self) -> int:
@@ -358,18 +356,13 @@ class ShmConnection(Connection):
         self._inner.close()
 
 
-def _of_scheme(scheme: str, uri: str) -> str:
-    """The same path in a URI of another scheme."""
-    return f"{scheme}://{ipc.path_of(uri)}"
-
-
 def _listen(uri: str, max_frame: int, queue: int) -> Listener:
     ipc.require_free(uri)
-    return ShmListener(_zeromq.bind(_of_scheme("ipc", uri), max_frame, queue), max_frame)
+    return ShmListener(_zeromq.bind("ipc" + uri.removeprefix("shm"), max_frame, queue), uri, max_frame)
 
 
 def _connect(uri: str, max_frame: int, queue: int) -> Connection:
-    return ShmConnection(_zeromq.dial(_of_scheme("ipc", uri), max_frame, queue), max_frame)
+    return ShmConnection(_zeromq.dial("ipc" + uri.removeprefix("shm"), max_frame, queue), uri, max_frame)
 
 
 TRANSPORT = Transport("shm://PATH", ipc.check, _listen, _connect)

@@ -72,9 +72,7 @@ class Wire(Part):
         "between two powers of two",
     )
     transport: Literal["ipc", "shm"] = Field(
-        "ipc",
-        description="launcher local: how messages travel between the processes, through a Unix socket (ipc), or large "
-        "ones in memory that sender and receiver share (shm)",
+        "ipc", description="with launcher local: a Unix socket (ipc), or shared memory for large messages (shm)"
     )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
     rekey_messages: Count = Field(

@@ -22,8 +22,8 @@ ROOT = Path(protocols.__file__).parents[1]
 WORDS = {"central", "local"}
 NAMES = sorted({*protocols.METHODS.built_in(), *OBJECTIVES.built_in()} - WORDS, key=len, reverse=True)
 NAMED = re.compile(rf"(?<![a-z])({'|'.join(NAMES)})(?![a-z])", re.IGNORECASE)
-#: The base loss of a scenario that names none.
-DEFAULTS = {"fedmq/config/scenario.py": {"info_nce"}}
+#: The base loss of a scenario that names none, and the method with which a check compares every other.
+DEFAULTS = {"fedmq/config/scenario.py": {"info_nce"}, "fedmq/launch/rehearsal.py": {"fedavg"}}
 
 
 def core() -> Iterator[Path]:

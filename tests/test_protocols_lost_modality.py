@@ -78,14 +78,16 @@ def test_a_bank_of_images_is_never_used_for_captions() -> None:
 
 
 # -------------------------------------------------------------------- layers and updates of a silo without a modality
-#: FedPer keeps the last layers personal, and the image net of these bases has no others.
-SETTINGS = ("protocol=fedper", "rounds=2", "participation=1", "objective={base: dcmh, bits: 8, hidden: 16}")
+#: FedPer keeps the last layers personal, and the image net of these bases has no others with ``image_layers: 0``.
+BASE = "objective={base: dcmh, bits: 8, hidden: 16, image_layers: 0}"
+SETTINGS = ("protocol=fedper", "rounds=2", "participation=1", BASE)
 LONE = "missing_modality.silos={silo-01: image}"
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 def test_an_update_has_no_layer_of_the_branch_that_the_silo_lacks(base: str) -> None:
-    run = population("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
+    objective = Objective.model_validate({"base": base, "bits": 8, "hidden": 16, "image_layers": 0})
+    run = population("fedper", objective=objective)
     image_only = next(silo for silo in run.context.silos if not silo.text)
     layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.traits().shared_layers)
     assert trainable(shared, image_only) == ()

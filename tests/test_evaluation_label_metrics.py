@@ -314,16 +314,16 @@ def test_any_of_an_images_captions_is_a_hit() -> None:
 def test_ranks_equal_those_of_a_stable_sort(seed: int) -> None:
     generator = np.random.default_rng(seed)
     scores = generator.integers(0, 3, (6, 12)).astype(float)  # ties everywhere
-    positive = generator.random((6, 12)) < 0.3
-    positive[np.arange(6), generator.integers(0, 12, 6)] = True
+    owner = generator.permutation(np.concatenate([np.arange(6), generator.integers(0, 6, 6)]))
+    positive = owner == np.arange(6)[:, None]
     order = np.argsort(-scores, axis=1, kind="stable")
     expected = [int(np.flatnonzero(row[places])[0]) for row, places in zip(positive, order, strict=True)]
-    assert recall.best_ranks(scores, positive).tolist() == expected
+    assert recall.retrieval_ranks(scores, np.eye(12), owner)[0].tolist() == expected
 
 
-@settings(max_examples=30, deadline=None)
-@given(seeds)
-def test_ranks_of_tied_and_undefined_embeddings_equal_those_of_a_stable_sort(seed: int) -> None:
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.sampled_from([1, 2, 512]))
+def test_ranks_of_tied_and_undefined_embeddings_equal_those_of_a_stable_sort(seed: int, block: int) -> None:
     generator = np.random.default_rng(seed)
     owner = generator.permutation(np.concatenate([np.arange(9), generator.integers(0, 9, 14)]))
     image, text = (generator.integers(-1, 2, (n, 2)).astype(np.float32) for n in (9, len(owner)))
@@ -333,16 +333,20 @@ def test_ranks_of_tied_and_undefined_embeddings_equal_those_of_a_stable_sort(see
         order = np.argsort(np.where(np.isnan(scores), np.inf, -scores), axis=1, kind="stable")
         return np.take_along_axis(positive, order, axis=1).argmax(axis=1).tolist()
 
-    i2t, t2i = recall.retrieval_ranks(image, text, owner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall, "BLOCK", block)
+        i2t, t2i = recall.retrieval_ranks(image, text, owner)
     positive = owner[None] == np.arange(9)[:, None]
     assert i2t.tolist() == expected(image @ text.T, positive)
     assert t2i.tolist() == expected(text @ image.T, positive.T)
 
 
-def test_ranks_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("captions", [1, 3, 4096])
+def test_ranks_do_not_depend_on_the_size_of_blocks(monkeypatch: pytest.MonkeyPatch, captions: int) -> None:
     data = embeddings(0, images=40)
     whole = recall.retrieval_ranks(*data)
-    monkeypatch.setattr(recall, "CHUNK_SCORES", 100)
+    monkeypatch.setattr(recall, "BLOCK", 7)
+    monkeypatch.setattr(recall, "MOST_CAPTIONS", captions)
     for one, other in zip(whole, recall.retrieval_ranks(*data), strict=True):
         assert np.array_equal(one, other)
 
@@ -366,8 +370,8 @@ def test_a_caption_of_no_image_is_refused() -> None:
     zi, zt, owner = embeddings(3)
     with pytest.raises(ValueError, match="owner"):
         recall.retrieval_ranks(zi[:-1], zt, owner)
-    with pytest.raises(ValueError, match="positive"):
-        recall.best_ranks(np.zeros((1, 2)), np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="without a caption"):
+        recall.retrieval_ranks(zi, zt[owner > 0], owner[owner > 0])
 
 
 def test_no_queries_give_zeros() -> None:

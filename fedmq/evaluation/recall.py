@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,9 @@ I64 = npt.NDArray[np.int64]
 #: The metric that every evaluation has; fairness over silos is computed from it.
 HEADLINE = "mean_r1"
 RECALLS = (1, 5, 10)
-#: Number of scores computed at a time, which bounds memory, and the number of queries from which products are fast.
-CHUNK_SCORES, LEAST_QUERIES = 1 << 22, 16
-
-
-def _chunks(queries: int, gallery: int) -> Iterator[slice]:
-    """Ranges of queries whose scores fit in one chunk."""
-    step = max(LEAST_QUERIES, CHUNK_SCORES // max(1, gallery))
-    for start in range(0, queries, step):
-        yield slice(start, min(start + step, queries))
+#: Number of distinct images per block of scores; the number of captions is as many times larger as there are more of
+#: them, up to a limit. Blocks bound memory, and products of this size are fast.
+BLOCK, MOST_CAPTIONS = 512, 4096
 
 
 def first_of_rows(vectors: Array) -> I64 | None:
@@ -55,48 +50,122 @@ def tied(scores: npt.NDArray[Any], first: I64 | None) -> npt.NDArray[Any]:
     return scores
 
 
-def best_ranks(scores: Array, positive: Array) -> I64:
-    """Rank, from 0, of each query's best ranked positive; ties are broken by gallery index.
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """The items of a modality, by distinct vector: equal vectors are scored once, so that their scores are equal."""
 
-    Args:
-        scores: [Q, N], larger is closer; NaN counts as the lowest score, so that a diverged model ranks nothing first.
-        positive: bool [Q, N], at least one per query.
+    vectors: npt.NDArray[Any]  # [n, d], of all items
+    distinct: I64  # int64 [u], an item with each of the distinct vectors
+    place: I64  # int64 [n], each item's vector among the distinct ones
+    order: I64  # int64 [n], the items by vector, those with the same one ascending
+    starts: I64  # int64 [u + 1], where the items of each vector begin in ``order``
+    keys: I64  # int64 [n], ascending, vector * n + item in this order
+    block: int  # number of distinct vectors in a block
 
-    Returns:
-        int64 [Q].
+    @classmethod
+    def of(cls, vectors: npt.NDArray[Any], by: I64, block: int) -> _Items:
+        """Items whose distinct vectors are in the order of a number ``by`` of each item, int64 [n]."""
+        n, items = len(vectors), np.arange(len(vectors))
+        first = first_of_rows(vectors)
+        first = items if first is None else first
+        distinct = np.flatnonzero(first == items)
+        distinct = distinct[np.argsort(by[distinct], kind="stable")]
+        places = np.empty(n, np.int64)
+        places[distinct] = np.arange(len(distinct))
+        place = places[first]
+        order = np.argsort(place, kind="stable")
+        starts = np.searchsorted(place[order], np.arange(len(distinct) + 1))
+        return cls(vectors, distinct, place, order, starts, place[order] * n + order, block)
 
-    Raises:
-        ValueError: a query has no positive.
+    def blocks(self) -> Iterator[int]:
+        """The numbers of the blocks, from 0."""
+        return iter(range(-(-len(self.distinct) // self.block)))
+
+    def span(self, block: int) -> tuple[int, int]:
+        """The distinct vectors of a block, from and to."""
+        start = block * self.block
+        return start, min(start + self.block, len(self.distinct))
+
+    def rows(self, block: int) -> npt.NDArray[Any]:
+        """The distinct vectors of a block."""
+        return self.vectors[self.distinct[slice(*self.span(block))]]
+
+
+def _scores(image: npt.NDArray[Any], text: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Scores of distinct images [a, d] and captions [b, d]: [a, b]; NaN becomes the lowest score."""
+    scores = image @ text.T
+    return np.where(np.isnan(scores), -np.inf, scores) if np.isnan(scores.max(initial=-np.inf)) else scores
+
+
+def _own_scores(images: _Items, texts: _Items, owner: I64) -> npt.NDArray[Any]:
+    """The score of each caption [m] with its image, from the same blocks as all other scores.
+
+    The captions are in the order of their images, so that only few blocks have such a score.
     """
-    s, p = as_numpy(scores), as_numpy(positive).astype(bool)
-    return _best_ranks(s, *np.nonzero(p))
+    own = np.empty(len(owner), np.result_type(images.vectors, texts.vectors))
+    row, column = images.place[owner], texts.place
+    across = max(1, len([*texts.blocks()]))
+    block = row // images.block * across + column // texts.block
+    order = np.argsort(block, kind="stable")
+    for held in np.split(order, np.flatnonzero(np.diff(block[order])) + 1):
+        if len(held):
+            one, other = divmod(int(block[held[0]]), across)
+            scores = _scores(images.rows(one), texts.rows(other))
+            own[held] = scores[row[held] - images.span(one)[0], column[held] - texts.span(other)[0]]
+    return own
 
 
-def _best_ranks(scores: npt.NDArray[Any], queries: I64, items: I64) -> I64:
-    """:func:`best_ranks` of scores [Q, N], of which each positive is a query and an item: int64 [P], in this order.
+@dataclass(frozen=True, eq=False)
+class _Ranking:
+    """Counts, for each query, the items that rank before its best positive, block by block."""
 
-    No sort is needed: the best ranked positive is the first of those with the highest score, and its rank is the number
-    of items with a higher score plus those with the same score before it.
-    """
-    starts = np.searchsorted(queries, np.arange(len(scores)))
-    if (np.diff(starts, append=len(queries)) == 0).any():
-        raise ValueError("best_ranks: a query has no positive")
-    if not len(scores):
-        return np.zeros(0, np.int64)
-    values = scores[queries, items]
-    values = np.where(np.isnan(values), -np.inf, values)
-    top = np.maximum.reduceat(values, starts)
-    firsts = np.minimum.reduceat(np.where(values == top[queries], items, scores.shape[1]), starts)
-    ranks = np.empty(len(scores), np.int64)
-    for query, (line, best, first) in enumerate(zip(scores, top, firsts.tolist(), strict=True)):
-        # NaN compares as lower than everything, except with the lowest score, which it equals.
-        before = first if best == -np.inf else np.count_nonzero(line[:first] >= best)
-        ranks[query] = before + np.count_nonzero(line[first:] > best)
-    return ranks
+    queries: _Items
+    gallery: _Items
+    best: npt.NDArray[Any]  # [n], score of each query's best positive
+    first: I64  # int64 [n], the first positive with this score
+    ranks: I64  # int64 [n], number of items found before it so far
+
+    def add(self, scores: npt.NDArray[Any], query_block: int, gallery_block: int) -> None:
+        """Count the items of a block of scores [a, b] of distinct vectors."""
+        (start, end), vectors = self.queries.span(query_block), self.gallery.span(gallery_block)
+        queries = self.queries.order[self.queries.starts[start] : self.queries.starts[end]]
+        if len(queries) == end - start:
+            self._add(scores, queries, *vectors)
+            return
+        for some in np.array_split(queries, -(-len(queries) // BLOCK)):
+            self._add(scores[self.queries.place[some] - start], some, *vectors)
+
+    def _add(self, scores: npt.NDArray[Any], queries: I64, start: int, end: int) -> None:
+        best, first, starts = self.best[queries, None], self.first[queries], self.gallery.starts[start : end + 1]
+        # The vectors of several items, and the number of those after the first.
+        several = np.flatnonzero(np.diff(starts) > 1)
+        further = np.diff(starts)[several] - 1
+        above = scores > best
+        found = _count(above)
+        if len(several):
+            found += above[:, several] @ further
+        level = scores == best
+        if level.any():  # the items with the same score before the first positive
+            found += _count(level & (self.gallery.order[starts[:-1]] < first[:, None]))
+            query, column = np.nonzero(level[:, several])
+            until = (several[column] + start) * len(self.gallery.place) + first[query]
+            before = np.searchsorted(self.gallery.keys, until) - starts[several[column]] - 1
+            found += np.bincount(query, np.maximum(before, 0), minlength=len(queries)).astype(np.int64)
+        self.ranks[queries] += found
+
+
+def _count(flags: npt.NDArray[np.bool_]) -> I64:
+    """Number of true flags in each row of [a, b], int64 [a]; b is less than 2^16."""
+    counts: npt.NDArray[np.uint16] = flags.view(np.uint8).sum(axis=1, dtype=np.uint16)
+    return counts.astype(np.int64)
 
 
 def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
     """Best ranks image-to-text (any of the image's captions) and text-to-image (the one image), in bounded memory.
+
+    Ties are broken by gallery index. NaN counts as the lowest score, so that a diverged model ranks nothing first. No
+    sort is needed: the rank of a query's best positive is the number of items with a higher score plus those with the
+    same score before it. Each score is computed once, for both directions, and those of positives twice.
 
     Args:
         image: [n, d] unit-length embeddings.
@@ -107,19 +176,30 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
         int64 ranks [n] and [m], from 0.
 
     Raises:
-        ValueError: ``owner`` does not fit the images and captions.
+        ValueError: ``owner`` does not fit the images and captions, or an image has no caption.
     """
     zi, zt, own = as_numpy(image), as_numpy(text), as_numpy(owner)
     if len(own) != len(zt) or (len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(zi)):
         raise ValueError(f"owner: {len(own)} entries for {len(zt)} captions of {len(zi)} images")
-    images, texts, captions = first_of_rows(zi), first_of_rows(zt), np.argsort(own, kind="stable")
-    ends = np.concatenate([[0], np.cumsum(np.bincount(own, minlength=len(zi)))])
     i2t, t2i = np.zeros(len(zi), np.int64), np.zeros(len(zt), np.int64)
-    for c in _chunks(len(zi), len(zt)):
-        held = captions[ends[c.start] : ends[c.stop]]
-        i2t[c] = _best_ranks(tied(zi[c] @ zt.T, texts), own[held] - c.start, held)
-    for c in _chunks(len(zt), len(zi)):
-        t2i[c] = _best_ranks(tied(zt[c] @ zi.T, images), np.arange(c.stop - c.start), own[c])
+    if not np.bincount(own, minlength=len(zi)).all():
+        raise ValueError("owner: an image without a caption")
+    if not len(zi):
+        return i2t, t2i
+    across = min(MOST_CAPTIONS, max(1, BLOCK * len(zt) // len(zi)))
+    images, texts = _Items.of(zi, np.arange(len(zi)), BLOCK), _Items.of(zt, own, across)
+    scores = _own_scores(images, texts, own)
+    captions = np.argsort(own, kind="stable")
+    begins = np.searchsorted(own[captions], np.arange(len(zi)))
+    best = np.maximum.reduceat(scores[captions], begins)
+    firsts = np.minimum.reduceat(np.where(scores == best[own], np.arange(len(zt)), len(zt))[captions], begins)
+    by_image, by_text = _Ranking(images, texts, best, firsts, i2t), _Ranking(texts, images, scores, own, t2i)
+    for one in images.blocks():
+        rows = images.rows(one)
+        for other in texts.blocks():
+            block = _scores(rows, texts.rows(other))
+            by_image.add(block, one, other)
+            by_text.add(block.T, other, one)
     return i2t, t2i
 
 

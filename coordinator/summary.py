@@ -127,14 +127,14 @@ def _per_silo(
     loop: Loop, data: RunData, last: EvaluationLine, stated: AgreementRecord | None
 ) -> dict[str, SiloSummary]:
     result: dict[str, SiloSummary] = {}
-    steps = {name: {"steps": count} for name, count in loop.run_context.steps.items()}
+    known = {"steps": loop.run_context.steps, "label_divergence": data.label_divergence}
     for silo, pairs in zip(data.silos, data.pairs(loop.run_context.scenario.evaluation.split), strict=True):
         said = None if stated is None else stated.stated.get(silo.name)
         values = {
             "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
             "samples": data.training_items(silo).all,
             "heldout": pairs,
-            **steps.get(silo.name, {}),
+            **{key: values[silo.name] for key, values in known.items() if silo.name in values},
             "participations": loop.counters.participations[silo.name],
             "tasks": loop.rounds.sequences.get(silo.name, 0),
             **({} if said is None else {"data_digest": said.data_digest, "items": said.items}),

@@ -12,6 +12,7 @@ import io
 import json
 import re
 import shutil
+import statistics
 import sys
 import textwrap
 import traceback
@@ -145,6 +146,17 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 def enumerated(names: Sequence[str]) -> str:
     """Names as a list in a sentence: ``a``, ``a and b``, ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def spread(values: Sequence[float], form: str = "g") -> str:
+    """Smallest and largest value with the median: ``7 to 60, median 38.5``; one value if all are equal.
+
+    Args:
+        values: at least one.
+        form: format of each.
+    """
+    least, middle, most = (format(value, form) for value in (min(values), statistics.median(values), max(values)))
+    return least if least == most else f"{least} to {most}, median {middle}"
 
 
 def is_float(text: str) -> bool:

@@ -11,6 +11,9 @@ trains each sample to keep, and sharpen, the downloaded model's soft assignment 
 where t_i is the downloaded model's embedding of sample i, z_i that of the model in training, and z_i' the embedding of
 another caption of the same item (text silos only). docs/explanation/fedbridge.md gives the derivation, the traffic and
 what centroids reveal; docs/results has the ablations.
+
+ClusMFL (Wang et al., 2025, arXiv 2502.12180) came first with a pool of all silos' cluster centres per modality that
+stands in for missing modalities. It clusters by label and aligns within a modality; here no labels are needed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""RCSR: weights updates by a learned semantic router and minimax fairness; RCSR-p adds personal adapters.
+"""RCSR: weights updates by a learned router and minimax fairness; RCSR-p has personal adapters (Zhou et al., 2026).
 
-Retrieval-centric semantic routing for silos that may lack a modality. Paired silos train InfoNCE; other silos are
-anchored to the global prototype of the modality they lack, and so are single items of a paired silo that lack one. All
-add regularisers towards the global prototypes and the
-downloaded model (eqs 2 to 5). Silos report prototypes, the update's geometry and the loss (eq 6). The coordinator
-weights updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global prototypes as
-moving averages (eq 11). With ``personal`` (RCSR-p, eqs 12 and 13) each silo also fine-tunes a personal adapter on its
-embeddings, which never leaves it. Where the paper is silent or contradicts itself, docs and option texts state our
-reading, and options select the others.
+Retrieval-centric semantic routing (arXiv 2604.22885) for silos that may lack a modality. Paired silos train InfoNCE;
+other silos are anchored to the global prototype of the modality they lack, and so are single items of a paired silo
+that lack one. All add regularisers towards the global prototypes and the downloaded model (eqs 2 to 5). Silos report
+prototypes, the update's geometry and the loss (eq 6). The coordinator weights updates by a learned router (eqs 7 to 9)
+times a minimax weight (eq 10), and keeps the global prototypes as moving averages (eq 11). With ``personal`` (RCSR-p,
+eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, which never leaves it. Where the paper is
+silent or contradicts itself, docs and option texts state our reading, and options select the others.
 """
 
 from __future__ import annotations

@@ -242,6 +242,16 @@ def test_a_choice_on_the_evaluated_split_is_reported_before_and_with_the_results
         assert warning in text
 
 
+def test_a_mask_that_is_the_same_with_every_seed_is_reported(
+    simulated_runs: list[str], tiny: Path, tmp_path: Path
+) -> None:
+    note, mask = "the same silos lack a modality with every seed", "missing_modality={rate: 0.5, seed: 42}"
+    for name, seeds, seed, noted in (("a", "0,1", "42", True), ("b", "0,1", "null", False), ("c", "0", "42", False)):
+        options = ["--set", mask.replace("42", seed), "--seeds", seeds, "--metric", "mean_r1"]
+        printed("compare", tiny, *options, "--out", tmp_path / name)
+        assert (note in (tmp_path / name / "table.md").read_text()) is noted
+
+
 def test_the_results_of_a_comparison_file_record_its_command(
     simulated_runs: list[str], tiny: Path, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.runs.result_limits import Gallery
 from fedmq.runs.results import Target
+from fedmq.runs.run_records import BelowStart
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import as_csv
 from tests.comparisons import Study, digest_of, entries, finish, resolve, studied
@@ -165,6 +167,102 @@ def test_runs_of_differing_software_or_hardware_are_noted_under_the_table(study:
     moved = dataclasses.replace(own, summary=own.summary.model_copy(update={"versions_of": elsewhere}))
     rows = (rows[0], dataclasses.replace(rows[1], outcomes={**rows[1].outcomes, 0: moved}), *rows[2:])
     assert tables.grid(rows, plan).notes[-1].endswith("processor not recorded and x86_64 AVX2")
+
+
+def test_holms_correction_is_that_of_the_paper_and_leaves_out_what_is_not_compared() -> None:
+    assert made_rows.holm([0.01, 0.04, math.nan, 0.03]) == [
+        0.03, 0.06, pytest.approx(math.nan, nan_ok=True), 0.06
+    ]  # fmt: skip
+    assert made_rows.holm([0.6, 0.7]) == [1.0, 1.0]
+    assert made_rows.holm([]) == []
+
+
+def against(seeds: int, *means: float) -> tuple[ComparisonPlan, list[made_rows.Row]]:
+    """Rows whose differences to the first have these means and a spread of 1."""
+    spread = np.linspace(-1, 1, seeds)
+    values = [{seed: mean + float(spread[seed] * (mean > 0)) for seed in range(seeds)} for mean in (0.0, *means)]
+    by_row = {
+        str(place): {"mean_r1": made_rows.statistic(each, values[0] if place else None)}
+        for place, each in enumerate(values)
+    }
+    made_rows.correct(by_row)
+    names = list(by_row)
+    plan = ComparisonPlan(
+        tuple(planning.Entry(name, name, (), Path("x"), ()) for name in names), tuple(range(seeds)), ("mean_r1",)
+    )
+    rows = [
+        made_rows.Row(entry, (), {}, by_row[entry.name], frozenset(), None if entry.name == "0" else "0")
+        for entry in plan.entries
+    ]
+    return plan, rows
+
+
+def test_a_difference_has_a_star_only_if_it_holds_with_the_correction() -> None:
+    plan, rows = against(6, 1.0, 8.0)
+    one, many = rows[1].columns["mean_r1"], against(6, 1.0, 1.0, 1.0, 1.0)[1][1].columns["mean_r1"]
+    assert one.p == pytest.approx(stats.ttest_1samp(1 + np.linspace(-1, 1, 6), 0).pvalue)
+    assert one.holm == one.p < 0.05 < many.holm == pytest.approx(4 * many.p)
+    assert tables.difference_text(one).endswith("]*") and tables.difference_text(many).endswith("]")
+    notes = tables.grid(rows, plan).notes
+    assert any(note.startswith("*: differs") and note.endswith("correction for 2 rows") for note in notes)
+
+
+def test_a_constant_mask_of_missing_modalities_is_noted() -> None:
+    plan, rows = against(5, 1.0)
+    for same in (True, False):
+        notes = tables.grid(rows, replace(plan, same_mask=same)).notes
+        assert any("the same silos lack a modality with every seed" in note for note in notes) is same
+
+
+def test_a_difference_that_is_claimed_from_few_seeds_is_noted() -> None:
+    def noted(seeds: int, mean: float) -> list[str]:
+        plan, rows = against(seeds, mean)
+        return [note for note in tables.grid(rows, plan).notes if "are claimed" in note]
+
+    assert noted(4, 20.0) == ["differences are claimed from 4 seeds: at least 5 are needed"]
+    assert noted(4, 0.1) == [] and noted(5, 20.0) == []
+
+
+def changed(row: made_rows.Row, **changes: object) -> made_rows.Row:
+    """A row whose runs have other summaries."""
+    outcomes = {
+        seed: dataclasses.replace(own, summary=own.summary.model_copy(update=changes))
+        for seed, own in row.outcomes.items()
+        if own.summary is not None
+    }
+    return dataclasses.replace(row, outcomes=outcomes)
+
+
+def test_a_table_states_sizes_steps_and_divergence_of_its_silos(study: Study) -> None:
+    plan, (zero_shot, first, *others) = study
+    assert "training items of a silo: 9" in tables.grid((zero_shot, first, *others), plan).notes
+    silo = next(iter(first.outcomes.values())).summary.per_silo["silo-00"]
+    facts = ({"steps": 1, "samples": 7, "label_divergence": 0.2}, {"steps": 1, "samples": 10, "label_divergence": 0.4})
+    silos = {name: silo.model_copy(update=own) for name, own in zip(("a", "b"), facts, strict=True)}
+    notes = tables.grid((zero_shot, changed(first, per_silo=silos), *others), plan).notes
+    (note,) = (note for note in notes if "steps of a task: 1" in note)
+    assert note.startswith("fedavg, silos.count=4: training items of a silo: 7 to 10, median 8.5")
+    assert note.endswith("divergence of labels: 0.200 to 0.400, median 0.300")
+    assert "every task is one optimiser step: fedavg, silos.count=4" in notes
+    several = {name: own.model_copy(update={"steps": 2}) for name, own in silos.items()}
+    notes = tables.grid((zero_shot, changed(first, per_silo=several), *others), plan).notes
+    assert not any(note.startswith("every task") for note in notes)
+
+
+def test_rows_of_one_model_and_rows_that_end_below_their_start_are_named(study: Study) -> None:
+    plan, (zero_shot, first, second, *_) = study
+
+    def notes(*rows: made_rows.Row) -> list[str]:
+        found = tables.grid((zero_shot, *rows), plan).notes
+        return [note for note in found if "to the bit" in note or "below the untrained" in note]
+
+    assert notes(first, second) == []
+    same = (changed(first, model_digest="0" * 64), changed(second, model_digest="0" * 64))
+    assert notes(*same) == [f"the same model to the bit: {first.entry.name} and {second.entry.name}"]
+    personal = [changed(row, personal_only=True) for row in same]
+    assert notes(*personal) == []
+    below = changed(second, below_start=BelowStart(metric="mean_r1", before=0.7, after=0.6))
+    assert notes(first, below) == [f"ended below the untrained model: {second.entry.name} (3 seeds)"]
 
 
 def test_tables_have_the_same_content_in_every_format(study: Study) -> None:

@@ -77,6 +77,18 @@ def test_a_data_set_is_counted_and_after_extraction_partitioned(
     assert made["folder"] in printed("data", "features", path)
 
 
+def test_steps_sizes_and_divergence_of_the_silos_are_shown(tiny: Path) -> None:
+    few = json.loads(printed("data", "check", tiny, "--json", "--set", "training.batch_size=4"))["silos"].values()
+    assert [(own["samples"], own["steps"]) for own in few] == [(25, 6)] * 4, "the last batch joins the one before it"
+    assert all(0 < own["label_divergence"] < 1 for own in few)
+    shown = printed("data", "check", tiny, "--set", "training.batch_size=4")
+    apart = [own["label_divergence"] for own in few]
+    assert "training items of a silo: 25; optimiser steps of a task: 6;" in shown
+    assert f"divergence of labels: {min(apart):.3f} to {max(apart):.3f}, median {np.median(apart):.3f}" in shown
+    assert "every task is one optimiser step" not in shown
+    assert "every task is one optimiser step" in printed("data", "check", tiny, "--set", "training.batch_size=500")
+
+
 def test_all_missing_and_unreadable_files_are_named_and_the_exit_code_is_2(own_cache: None, tmp_path: Path) -> None:
     folder = data_set_folders.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
     for row in range(25):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import pytest
 import torch
 
+from fedmq.config.scenario import Objective
+from fedmq.encoders.base import InputSpec
 from fedmq.models import hash_networks
 from protocols import fedcafe
 from protocols.objectives import dcmh
@@ -151,3 +154,22 @@ LOOSE = (
 
 def test_golden_fedcafe() -> None:
     compare_all("fedcafe", CHECKS, loose=LOOSE)
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_the_image_tower_over_features_has_a_hidden_layer_unless_the_paper_is_followed(base: str) -> None:
+    inputs = InputSpec((6,), (5,))
+    for options, hidden in (({}, True), ({"image_layers": 0}, False)):
+        objective = Objective.model_validate({"base": base, "bits": 4, "hidden": 7, **options})
+        shapes = {
+            entry.name: entry.shape
+            for entry in hash_networks.build(objective, inputs, 3, 0, torch.device("cpu")).layout.entries
+        }
+        assert shapes.get("visual.hidden.0.weight") == ((7, 6) if hidden else None)
+        assert shapes["visual.last.weight"] == (4, 7 if hidden else 6)
+
+
+def test_by_default_dcmh_weighs_the_balance_of_bits_with_zero_and_the_quantisation_with_one() -> None:
+    sums = torch.tensor([3.0, 5.0, 1e6])
+    assert float(dcmh.batch_loss(sums, 2, 10, dcmh.Options())) == pytest.approx((3.0 + 5.0) / 20)
+    assert float(dcmh.batch_loss(sums, 2, 10, dcmh.Options(eta=1.0))) == pytest.approx((3.0 + 5.0 + 1e6) / 20)

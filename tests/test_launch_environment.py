@@ -183,5 +183,6 @@ def test_the_forkserver_has_one_thread_no_cuda_and_every_module_that_a_silo_need
     assert found["frozen"] > 100_000
     assert found["collecting"]
     needed = {"numpy.random", "numpy.ma", "protocols.rcsr", "protocols.objectives.info_nce", "silos.host", "zmq"}
+    needed |= {"encodings.cp437", "fedmq.launch.processes"}
     assert needed <= set(found["modules"])
     assert not {"pandas", "plotly", "scipy.linalg", "sklearn", "torchvision"} & set(found["modules"])

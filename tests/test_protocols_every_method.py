@@ -27,7 +27,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols import objectives
-from protocols.parts.aggregation import inserted, places
+from protocols.parts.aggregation import inserted
 from protocols.parts.missing_branch import completed, shortened
 from protocols.parts.personal_model import OWN
 from tests.replies import payload_of
@@ -107,7 +107,8 @@ def sends(run: SmallFederation, update: Delta | PartialDelta | None, modality: s
     """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     branch = run.model.branch(modality)
     names = update.names if isinstance(update, PartialDelta) else None
-    return names is None or any(branch.start <= part.start < branch.stop for part in places(run.model.layout, names))
+    parts = () if names is None else (part for name in names for part in run.model.layout.ranges([name]))
+    return names is None or any(branch.start <= part.start < branch.stop for part in parts)
 
 
 def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:

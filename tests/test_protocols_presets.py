@@ -12,7 +12,8 @@ import yaml
 import protocols
 from fedmq.config.options import parsed
 from fedmq.config.resolve import ResolvedRun, read, resolve
-from fedmq.config.scenario import Training
+from fedmq.config.scenario import Backbone, Training
+from fedmq.config.sections import Aggregation
 from fedmq.errors import InputError
 from fedmq.models.objective_registry import OBJECTIVES
 
@@ -73,7 +74,8 @@ def test_a_preset_names_options_and_keys_that_exist(name: str, preset: str) -> N
     for key in options.PRESETS[preset]:
         section, _, leaf = key.rpartition(".")
         known = {"": vars(options()), "objective": of_base, "training": Training.model_fields}
-        assert leaf in known.get(section, ("single_weight",)), key
+        sections = {"backbone": Backbone.model_fields, "aggregation": Aggregation.model_fields}
+        assert leaf in {**known, **sections}[section], key
 
 
 def test_lines_of_the_scenario_come_before_a_preset(tmp_path: Path) -> None:
@@ -104,6 +106,7 @@ def test_the_printed_preset_of_rcsr_has_the_papers_table_and_equations(tmp_path:
     assert (training.optimizer, training.schedule) == ("adamw", "cosine")
     assert (training.learning_rate, training.weight_decay, training.warmup_rounds) == (1e-4, 0.01, 5)
     assert (training.batch_size, training.local_epochs) == (128, 1)
+    assert (run.scenario.backbone.head, run.scenario.backbone.bottleneck) == ("mlp", 64)
 
 
 @pytest.mark.parametrize(("name", "preset"), [("fedhap", "released"), ("rcsr", "mine"), ("rcsr", ["printed"])])

@@ -189,3 +189,16 @@ def test_both_sides_have_the_same_layout_or_an_error_states_the_difference() -> 
     for told, found in ((other, f"1 tensors, {other.size} parameters"), (None, "none")):
         with pytest.raises(InputError, match=f"model layout: found '{found}', allowed: {len(LAYOUT.entries)} tensors"):
             agree(told, LAYOUT)
+
+
+def test_ranges_name_adjacent_layers_together_in_the_order_of_the_buffer() -> None:
+    assert LAYOUT.ranges(["scale", "a.weight"]) == [slice(0, 6), slice(8, 9)]
+    assert LAYOUT.ranges(["a.bias", "a.weight"]) == [slice(0, 8)]
+    assert LAYOUT.ranges([]) == []
+
+
+def test_the_layout_of_some_layers_has_their_order_and_is_made_once() -> None:
+    part = LAYOUT.part(["scale", "a.weight"])
+    assert [entry.offset for entry in part.entries] == [0, 4]
+    assert part is LAYOUT.part(("scale", "a.weight"))
+    assert part != LAYOUT.part(["a.weight", "scale"])

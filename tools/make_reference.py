@@ -7,6 +7,7 @@ A test compares the committed pages with the output.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import textwrap
@@ -20,6 +21,7 @@ import protocols
 from fedmq.cli import key_reference
 from fedmq.cli import main as cli
 from fedmq.experiments.files import SCHEMAS, schema_of
+from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 
 DOCS = Path(__file__).parent.parent / "docs" / "reference"
@@ -50,15 +52,23 @@ happens. All faults that strike silos take:
 """
 _METHODS = """# Methods and base losses
 
-All methods (`protocol:` of a scenario) and base losses (`objective:`) with their options; `fedmq protocols NAME` and
-`fedmq losses NAME` print the same. [Baselines](../explanation/baselines.md) says how each paper was interpreted,
-[results](../results/README.md) what was measured. `tools/make_reference.py` writes this page from the code.
+All methods (`protocol:` of a scenario) and base losses (`objective:`): what each computes, where it departs from its
+paper, and its options, which `fedmq protocols NAME` and `fedmq losses NAME` print too.
+[Baselines](../explanation/baselines.md) says how each paper was interpreted, [results](../results/README.md) what was
+measured. `tools/make_reference.py` writes this page from the code.
 
 ## Methods
 
 `protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator`
 warn about options that have no effect because their switch is off.
+
+`fedcafe`, `fedhap`, `fedscmr`, `feduch` and `rcsr` have presets: `protocol: {name: rcsr, preset: printed}` trains as
+the paper prints, `released` as the authors' code does where it is public, `ours` as we would. A preset fills in what
+the scenario does not give, in its own options and in other sections; `scenario.yaml` of the run folder has the values.
+What a preset does not name has its default. [Departures](#departures-from-the-papers) lists what no preset can undo.
 """
+#: Around the section of the methods' page that is written by hand.
+_BEGIN, _END = "<!-- departures: begin -->\n", "<!-- departures: end -->\n"
 _UNPAIRED = """
 ## Items that lack a modality
 
@@ -116,11 +126,14 @@ def methods_page() -> str:
     """Text of docs/reference/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
-        page.append(_section(name, protocols.summary(name), key_reference.options(protocols.load(name).Options)))
+        about = _about(protocols.METHODS.module(name))
+        page.append(_section(name, about, key_reference.options(protocols.load(name).Options)))
+    before = (DOCS / "methods.md").read_text(encoding="utf-8")
+    page += ["\n", _BEGIN, before.partition(_BEGIN)[2].partition(_END)[0], _END]  # written by hand
     page += [_UNPAIRED, *(f"| `{name}` | {protocols.unpaired(name)} |\n" for name in protocols.names())]
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(_section(name, protocols.loss_summary(name), key_reference.loss(protocols.loss(name))))
+        page.append(_section(name, _about(OBJECTIVES.module(name)), key_reference.loss(protocols.loss(name))))
     return "".join(page)
 
 
@@ -181,8 +194,22 @@ def pages() -> dict[str, str]:
     }
 
 
-def _section(name: str, summary: str, keys: Sequence[key_reference.Key]) -> str:
-    return f"\n### {name}\n\n{_wrapped(summary)}\n\n{_list(keys)}"
+def _section(name: str, about: str, keys: Sequence[key_reference.Key]) -> str:
+    return f"\n### {name}\n\n{about}\n\n{_list(keys)}"
+
+
+def _about(module: object) -> str:
+    """A module's docstring as Markdown: what it computes, and where it departs from its paper."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", inspect.getdoc(module) or "").replace("``", "`")
+    paragraphs = (_listed_or_wrapped(each) for each in text.split("\n\n"))
+    return "\n\n".join(paragraphs)
+
+
+def _listed_or_wrapped(paragraph: str) -> str:
+    if not paragraph.startswith("- "):
+        return _wrapped(" ".join(paragraph.split()))
+    items = re.split(r"\n(?=- )", paragraph)
+    return "\n".join(_wrapped(" ".join(item.removeprefix("- ").split()), "- ") for item in items)
 
 
 def _list(keys: Iterable[key_reference.Key]) -> str:

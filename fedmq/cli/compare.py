@@ -273,7 +273,9 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [entry for entry in made.entries if len(entry.candidates) > 1]
         splits = {resolve(entry.file, list(entry.settings), None).scenario.evaluation.split for entry in chosen}
-        made = replace(made, measured_on_validation="val" in splits)
+        masks = {resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries}
+        same_mask = len(seeds) > 1 and any(mask.rate and mask.seed is not None for mask in masks)
+        made = replace(made, measured_on_validation="val" in splits, same_mask=same_mask)
         summary.baselines(made)
         summary.check_across(made)
         summary.check_metrics(made, resolve)

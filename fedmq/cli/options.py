@@ -76,7 +76,8 @@ CheckOnly = Annotated[
     bool,
     typer.Option(
         "--check",
-        help="Print what would run, with estimates of time, memory and traffic (with --json only these), and exit.",
+        help="Print what would run, with estimates of time, memory and traffic and what of it changes nothing (with "
+        "--json only these), and exit.",
     ),
 ]
 Profiled = Annotated[

@@ -91,6 +91,7 @@ class ComparisonPlan:
     zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
     # Linear yardsticks to add as rows, keys of ``summary.YARDSTICKS``, on the first entry's data.
     yardstick: tuple[str, ...] = ()
+    same_mask: bool = False  # whether a scenario has the same silos lack a modality with every seed
     measured_on_validation: bool = False  # whether candidates are chosen on the split on which they are then evaluated
 
 

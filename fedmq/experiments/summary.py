@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,21 @@ class Statistic:
     low: float  # lower bound of its 95 % t-interval; NaN below two seeds
     high: float  # upper bound; likewise
     pairs: int  # number of common seeds
+    p: float = math.nan  # p-value of a paired t-test of the difference; NaN below two seeds
+    holm: float = math.nan  # the same with Holm's correction for all comparisons of the column with a baseline
+
+
+#: Seeds from which on a difference may be claimed, and the level of the corrected test.
+ENOUGH_SEEDS, LEVEL = 5, 0.05
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction of p-values for many comparisons (Holm 1979); NaN is no comparison and stays."""
+    tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    corrected, least = list(p_values), 0.0
+    for rank, (p, place) in enumerate(tested):
+        least = corrected[place] = max(least, min(1.0, (len(tested) - rank) * p))
+    return corrected
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
@@ -53,9 +68,10 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
         warnings.simplefilter("ignore", RuntimeWarning)  # too few values give NaN
         middle, error = differences.mean(), differences.std(ddof=1) / np.sqrt(len(common))
         half = stats.t.ppf((1 + _CONFIDENCE) / 2, len(common) - 1) * error
+        p = 2 * stats.t.sf(abs(middle) / error, len(common) - 1) if middle else 1.0 if len(common) > 1 else math.nan
         figures = (sample.mean(), sample.std(ddof=1), middle, middle - half, middle + half)
     mean, std, difference, low, high = map(float, figures)
-    return Statistic(len(sample), mean, std, difference, low, high, len(common))
+    return Statistic(len(sample), mean, std, difference, low, high, len(common), float(p))
 
 
 def best(values: Sequence[Mapping[int, float]], column: str, custom: Sequence[Metric] = ()) -> set[int]:
@@ -176,6 +192,7 @@ def rows(
         }
         for name, by_column in columns.items()
     }
+    correct(statistics)
     return tuple(
         Row(
             entry,
@@ -187,6 +204,14 @@ def rows(
         )
         for entry in entries_of(plan)
     )
+
+
+def correct(statistics: Mapping[str, dict[str, Statistic]]) -> None:
+    """Fill in the corrected p-values: the rows of a table that have a baseline are a family in each column."""
+    for column in dict.fromkeys(column for by_column in statistics.values() for column in by_column):
+        corrected = holm([by_column[column].p for by_column in statistics.values()])
+        for by_column, value in zip(statistics.values(), corrected, strict=True):
+            by_column[column] = replace(by_column[column], holm=value)
 
 
 def _columns(results: Mapping[int, FinishedRun], plan: ComparisonPlan) -> dict[str, dict[int, float]]:

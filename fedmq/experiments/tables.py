@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, shown
-from fedmq.experiments.summary import YARDSTICKS, Row, Statistic, yardstick_row
+from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, YARDSTICKS, Row, Statistic, yardstick_row
+from fedmq.runs.result_limits import about_silos
 from fedmq.runs.results import made_otherwise
 from fedmq.runs.run_records import RunSummary
-from fedmq.text import printable
+from fedmq.text import counted, enumerated, printable
 
 _DIFFERENCE = "difference"
 _BORDERS = 3  # width of a column's borders on a terminal: a line and two spaces
@@ -64,10 +65,10 @@ def _mean(statistic: Statistic, seeds: int) -> str:
 
 
 def difference_text(statistic: Statistic) -> str:
-    """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
+    """``+0.0123 [+0.0010, +0.0236]*``: a star if it holds with Holm's correction, a count if seeds are lacking."""
     values = (statistic.difference, statistic.low, statistic.high)
     middle, low, high = (_number(value, statistic.mean, sign=True) for value in values)
-    text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]"
+    text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]{'*' * (statistic.holm < LEVEL)}"
     return text if statistic.pairs in (0, statistic.n) else f"{text} ({statistic.pairs} of {statistic.n} seeds)"
 
 
@@ -105,6 +106,21 @@ def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
     return Grid(tuple(head), tuple(body), notes_of(rows, plan, selected, compared))
 
 
+def _claims(rows: Sequence[Row]) -> list[str]:
+    """What a star means, and a warning if differences are claimed from few seeds."""
+    compared = [row.columns for row in rows if row.against]
+    tested = [sum(not math.isnan(each[name].p) for each in compared) for name in rows[0].columns]
+    family = max(tested, default=0)
+    if not family:
+        return []
+    notes = [f"*: differs from it at the {LEVEL:.0%} level of a paired t-test with Holm's correction for {family} rows"]
+    claimed = [row.columns[name].n for row in rows for name in row.best]
+    claimed += [each.pairs for columns in compared for each in columns.values() if each.holm < LEVEL]
+    if min(claimed, default=ENOUGH_SEEDS) < ENOUGH_SEEDS:
+        notes.append(f"differences are claimed from {min(claimed)} seeds: at least {ENOUGH_SEEDS} are needed")
+    return notes
+
+
 def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
     """The values of ``across`` (only None without it), and by name of a line its row for each value."""
     if across is None:
@@ -140,12 +156,17 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []
     notes += [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
+    if plan.same_mask:
+        notes.append(
+            "the same silos lack a modality with every seed, which intervals leave out: set missing_modality.seed=null"
+        )
     if compared:
         against = {row.against for row in rows if row.against}
         bases = dict.fromkeys(row.entry.method for row in rows if row.against is None)
         name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
+        notes += _claims(rows)
     notes += [f"{yardstick_row(kind)}: {YARDSTICKS[kind]}" for kind in plan.yardstick]
     ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
@@ -171,7 +192,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         notes += measured_where_chosen(plan)
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
-    notes += _made_otherwise(rows)
+    notes += [*_silos(rows), *_same_models(rows), *_below_start(rows), *_made_otherwise(rows)]
     return tuple(notes)
 
 
@@ -188,6 +209,36 @@ def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
 def _summaries(row: Row) -> list[RunSummary]:
     """Summaries of a row's runs; rows that no run trains have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
+
+
+def _silos(rows: Sequence[Row]) -> list[str]:
+    """What the silos hold, over all seeds, and which rows train in single steps; rows that differ are named."""
+    about = dict[str, list[str]]()
+    for row in rows:
+        silos = [each for own in _summaries(row) for each in own.per_silo.values()]
+        if silos:
+            text = about_silos([(each.samples, each.steps, each.label_divergence) for each in silos])
+            about.setdefault(text, []).append(row.entry.name)
+    notes = [text if len(about) == 1 else f"{', '.join(names)}: {text}" for text, names in about.items()]
+    single = [row.entry.name for row in rows if any(own.one_step_tasks for own in _summaries(row))]
+    return notes + ([f"every task is one optimiser step: {', '.join(single)}"] if single else [])
+
+
+def _same_models(rows: Sequence[Row]) -> list[str]:
+    """Rows that trained the same model as another one, to the bit, with every seed: what differs has no effect."""
+    same = dict[tuple[str, ...], list[str]]()
+    for row in rows:
+        found = {seed: own.summary for seed, own in row.outcomes.items() if own.summary is not None}
+        if found and not any(own.personal_only for own in found.values()):
+            same.setdefault(tuple(found[seed].model_digest for seed in sorted(found)), []).append(row.entry.name)
+    return [f"the same model to the bit: {enumerated(names)}" for names in same.values() if len(names) > 1]
+
+
+def _below_start(rows: Sequence[Row]) -> list[str]:
+    """Rows whose runs ended below the untrained model."""
+    below = [(row.entry.name, sum(own.below_start is not None for own in _summaries(row))) for row in rows]
+    named = [f"{name} ({counted(count, 'seed')})" for name, count in below if count]
+    return [f"ended below the untrained model: {', '.join(named)}"] if named else []
 
 
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:

@@ -67,6 +67,9 @@ class RunData:
     counts: Mapping[str, Counts] = field(default_factory=dict)
     # Numbers of evaluated items and of their captions; None if only the evaluator has them.
     evaluated: tuple[int, int] | None = None
+    # Jensen-Shannon divergence [bits] of a silo's labels from those of all silos; empty without labels, or if the silos
+    # have their own data.
+    label_divergence: Mapping[str, float] = field(default_factory=dict)
     heldout_without_pair: int = 0  # items of the evaluated split that lack a modality and are not evaluated
     # Digests of the frozen encoders of the data, by modality; none for features from a file.
     encoders: Mapping[str, str] = field(default_factory=dict)

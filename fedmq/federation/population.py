@@ -25,6 +25,7 @@ from fedmq.config.sections import MissingModality, Modality
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest
+from fedmq.data.labels import divergences, fine_columns
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, Present, open_prepared
 from fedmq.data.silo_dataset import (
@@ -100,7 +101,21 @@ class Population:
             evaluated=(len(self.evaluated), int(prepared.captions[self.evaluated].sum())),
             heldout_without_pair=len(prepared.rows(scenario.evaluation.split)) - len(self.evaluated),
             encoders=encoders_of(prepared),
+            label_divergence=self.label_divergence,
         )
+
+    @cached_property
+    def label_divergence(self) -> dict[str, float]:
+        """Jensen-Shannon divergence [bits] of each silo's training labels from those of all silos, where it has some.
+
+        Of labels of two levels, the lower one counts.
+        """
+        labels, columns = self.prepared.labels, fine_columns(self.prepared.label_names)
+        if labels is None or len(self.silos) == 1:
+            return {}
+        counts = [np.asarray(labels[rows])[:, columns].sum(axis=0, dtype=np.int64) for rows in self.train]
+        found = zip(self.silos, divergences(counts), strict=True)
+        return {silo.name: value for silo, value in found if value is not None}
 
     def counts_of(self, silo: SiloFacts) -> Counts:
         """Numbers of a silo's items, by the modalities that they have."""

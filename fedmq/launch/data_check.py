@@ -41,6 +41,7 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.preparation import check_data, planned
 from fedmq.packages import MissingPackageError
 from fedmq.text import Progress, tell
+from protocols.parts.training import steps_per_task
 
 #: Facts that prepared data tell better than raw ones.
 _FROM_FEATURES = ("silos", "duplicates_of_training_items", "crops", "warnings", "heldout_labels")
@@ -103,6 +104,9 @@ class SiloData:
     samples: int
     labels: Mapping[str, int]  # number of training items of each label
     heldout: int
+    steps: int = 0  # optimiser steps of each of its tasks
+    # Jensen-Shannon divergence [bits] of its labels from those of all silos; None without labels, or of a single site.
+    label_divergence: float | None = None
     image_only: int = 0  # among the training items of a silo with both modalities, those with an image only
     text_only: int = 0  # likewise with captions only
 
@@ -277,7 +281,7 @@ def _without_labels(labels: npt.NDArray[np.uint8] | None, n: int) -> int:
     return n if labels is None else int((~np.asarray(labels).any(axis=1)).sum())
 
 
-def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
+def _silo_data(scenario: Scenario, population: Population, silo: SiloFacts) -> SiloData:
     labels, rows = population.prepared.labels, population.train[silo.index]
     found = population.rows_of(silo)
     return SiloData(
@@ -285,6 +289,8 @@ def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
         samples=len(rows),
         labels=counts_of(None if labels is None else labels[rows], population.prepared.label_names),
         heldout=len(population.heldout[silo.index]),
+        steps=steps_per_task(scenario, len(found.dataset)),
+        label_divergence=population.label_divergence.get(silo.name),
         image_only=len(found.image_only),
         text_only=len(found.text_only),
     )
@@ -342,7 +348,7 @@ def _equal_and_cropped(
     return tuple(prepared.keys[row] for row in equal), crops
 
 
-def _prepared_facts(name: str, population: Population, progress: Progress | None) -> DataFacts:
+def _prepared_facts(name: str, scenario: Scenario, population: Population, progress: Progress | None) -> DataFacts:
     """Facts about a prepared data set and its partition."""
     prepared = population.prepared
     equal, crops = _equal_and_cropped(population, progress)
@@ -353,7 +359,7 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         splits=_by_split(np.asarray(prepared.split)),
         labels=counts_of(prepared.labels, prepared.label_names),
         without_labels=_without_labels(prepared.labels, prepared.n),
-        silos={silo.name: _silo_data(population, silo) for silo in population.silos},
+        silos={silo.name: _silo_data(scenario, population, silo) for silo in population.silos},
         duplicates_of_training_items=_duplicates(population, progress),
         duplicates_by_image=equal,
         crops=crops,
@@ -378,7 +384,7 @@ def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
     known: extract.ExtractionPlan | Path
     if data.name == "features" or catalogue.packaged(data.name) or backbone.name == "features":
         population = build_population(scenario, progress)
-        known, facts = population.prepared.folder, _prepared_facts(data.name, population, progress)
+        known, facts = population.prepared.folder, _prepared_facts(data.name, scenario, population, progress)
         facts = replace(facts, published=_published(data, facts.items, len(facts.labels)))
     else:
         facts = check_raw(data, progress)
@@ -386,7 +392,7 @@ def check(run: ResolvedRun, progress: Progress | None = None) -> DataFacts:
             return facts
         if isinstance(known := planned(scenario, progress), Path):
             population = build_population(scenario, progress, folder=known)
-            prepared = _prepared_facts(data.name, population, progress)
+            prepared = _prepared_facts(data.name, scenario, population, progress)
             facts = replace(facts, **{name: getattr(prepared, name) for name in _FROM_FEATURES})
     try:
         check_data(run, progress, known)
@@ -407,5 +413,5 @@ def check_site(scenario: Scenario, site: Site, progress: Progress | None = None)
         return replace(check_raw(site.data, progress), silos={})
     name = site.name if site.name in scenario.silo_names else scenario.silo_names[0]
     population = SiteData.load(scenario, site, scenario.name, progress).alone(name)
-    facts = _prepared_facts(site.data.name, population, progress)
+    facts = _prepared_facts(site.data.name, scenario, population, progress)
     return replace(facts, silos={name: facts.silos[name]} if facts.silos else {})

@@ -1,7 +1,7 @@
 """What a scenario would run, and estimates of its time, memory and traffic: ``fedmq scenario --check``.
 
-The first rounds are carried out in this process and discarded, or a single training step if a task is long. Nothing is
-sent, and what is written goes to a temporary folder. ``python -m benchmarks --only estimates`` compares the estimates
+The first rounds are carried out in this process and discarded (:mod:`fedmq.launch.rehearsal`), or a single training
+step if a task is long. ``python -m benchmarks --only estimates`` compares the estimates
 with runs.
 """
 
@@ -14,16 +14,14 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
 import protocols
-from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
-from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.peers import InProcessPeers
 from coordinator.run_context import run_context_of
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
@@ -33,88 +31,10 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.preflight import FirstStep, sent_payloads
 from fedmq.launch.preparation import planned
 from fedmq.launch.processes import limits_here, plan_hosting
-from fedmq.launch.supervisor import inline_peers
-from fedmq.runs.status import Status
+from fedmq.launch.rehearsal import Answer, Rehearsal, rehearse, remarks, size_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, duration_text, size_text
-from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import Payload, tensor_bytes
 from silos.tasks import Silo, SiloArguments
-
-#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
-_MERGES, _MOST_SECONDS = 3, 15.0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step."""
-
-    name: str
-    seconds: float  # time that it took [s]
-    down: int  # size of the request's payloads [bytes]
-    up: int  # size of the answer's payloads [bytes]
-    memory: int = 0  # growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes]
-
-
-@dataclass
-class Rehearsal:
-    """What the first rounds took."""
-
-    # The tasks in order; each silo's first one is slower, as libraries start up.
-    tasks: list[Answer] = field(default_factory=list)
-    evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
-    merges: int = 0
-    seconds: float = 0.0  # time of the rounds with their evaluations [s]
-
-    @property
-    def merge_seconds(self) -> float:
-        """Time of a merge and of the coordinator's other work for a round [s]."""
-        others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
-        return max(0.0, self.seconds - others) / max(1, self.merges)
-
-
-def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
-    """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
-
-    Raises:
-        FedmqError: a task failed, or the run would be refused.
-    """
-    run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
-    found, began = Rehearsal(), time.monotonic()
-
-    def peers(name: Path, same: Population) -> PeerFunctions:
-        made = inline_peers(run, RunFolder(name), population.prepared.folder, same)
-        timed = {each: partial(_timed, found, each, answer) for each, answer in made.answers.items()}
-        return replace(made, answers=timed)
-
-    def note(status: Status) -> None:
-        found.merges = status.round
-        if status.round:
-            found.seconds = time.monotonic() - began
-
-    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        place = Path(name)
-        run_coordinator(
-            CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder),
-            status=note,
-            stop_wanted=lambda: found.merges >= _MERGES or time.monotonic() - began > _MOST_SECONDS,
-            peers=partial(peers, place),
-        )
-    return found
-
-
-def _timed(found: Rehearsal, name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
-    began = time.monotonic()
-    payloads = answer(message)
-    seconds = time.monotonic() - began
-    kept = found.tasks if message.header.kind is Kind.TASK else found.evaluations
-    kept.append(Answer(name, seconds, size_of(message.payloads), size_of(payloads)))
-    return payloads
-
-
-def size_of(payloads: Sequence[Payload]) -> int:
-    """Size of payload tensors [bytes], as the summary counts traffic."""
-    return sum(map(tensor_bytes, payloads))
 
 
 def _task_of_largest(run: ResolvedRun, population: Population, silos: Sequence[SiloFacts]) -> Answer | None:
@@ -178,7 +98,7 @@ def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
 
 
 def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
-    """The estimates as plain data.
+    """The estimates, and what of the scenario changes nothing (``warnings``), as plain data.
 
     Raises:
         InputError: the scenario cannot run on its data, or its features are not extracted yet.
@@ -186,7 +106,9 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
     """
     if not isinstance(known := planned(run.scenario, progress), Path):
         raise InputError("--check --json", "features that are not extracted yet", "first `fedmq data features FILE`")
-    return asdict(estimate(run, build_population(run.scenario, progress, folder=known, pooled=run.pooled)))
+    population = build_population(run.scenario, progress, folder=known, pooled=run.pooled)
+    found = estimate(run, population)
+    return {**asdict(found), "warnings": [asdict(each) for each in remarks(run, population, found.merges)]}
 
 
 def _what(run: ResolvedRun) -> Iterator[str]:
@@ -229,6 +151,7 @@ class Estimate:
     tasks: int
     seconds: float  # mean time of a task in its silo [s]
     rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
+    merges: int  # number of merges that were carried out
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:
@@ -273,6 +196,7 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         tasks=round(tasks),
         seconds=training / max(1.0, replies),
         rehearsed=len(rehearsal.tasks),
+        merges=rehearsal.merges,
     )
 
 
@@ -351,6 +275,8 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
         f"the first {found.rehearsed} tasks, carried out in this process" if found.rehearsed else "one training step"
     )
     yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
+    for remark in remarks(run, population, found.merges):
+        yield f"warning: {remark.text}"
 
 
 def _duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 _MODULES = (
     "cryptography.hazmat.backends.openssl.backend",
     "cryptography.hazmat.primitives.asymmetric.mlkem",
+    "encodings.cp437",  # of the names in .npz files
     "msgpack",
     "numpy.ma",
     "numpy.random",
@@ -29,6 +30,7 @@ _MODULES = (
     "torch",
     full_name("coordinator.program"),
     "fedmq.evaluation.program",
+    "fedmq.launch.processes",
     full_name("protocols"),
     full_name("silos.host"),
 )

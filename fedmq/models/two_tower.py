@@ -224,6 +224,7 @@ class TwoTower(nn.Module):
         # Float32 [P], contiguous; the parameters are views of it.
         self.flat = torch.zeros(self.layout.size, device=device)
         self._parts: list[tuple[nn.Parameter, slice]] = []
+        self._branches: dict[str, slice] = {}
         offset = 0
         for name, old in trainable:
             part = slice(offset, offset + old.numel())
@@ -235,8 +236,10 @@ class TwoTower(nn.Module):
 
     def branch(self, name: str) -> slice:
         """Range of a branch in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
-        prefixes = {"shared": SHARED, **{str(modality): prefix for modality, prefix in BRANCHES.items()}}
-        return branch(self.layout, prefixes.get(name, name))
+        if name not in self._branches:
+            prefixes = {"shared": SHARED, **{str(modality): prefix for modality, prefix in BRANCHES.items()}}
+            self._branches[name] = branch(self.layout, prefixes.get(name, name))
+        return self._branches[name]
 
     def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
         """Copy parameters into :attr:`flat`.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedmq.evaluation.metrics import metric_of, shown
 from fedmq.runs.run_records import EvaluatedItems, OwnHeldOut, RunSummary
 from fedmq.runs.status import StatusFile
-from fedmq.text import counted, enumerated, first_few, printable
+from fedmq.text import counted, enumerated, first_few, printable, spread
 from fedmq.wire.messages import EVALUATOR
 
 #: Galleries with fewer items give coarse metrics.
@@ -124,6 +124,21 @@ ONE_STEP_TASKS = (
     "every task is one optimiser step, in which a proximal term or any other pull towards the downloaded model has no "
     "effect; a smaller training.batch_size or more training.local_epochs give more steps"
 )
+
+
+def about_silos(silos: Sequence[tuple[int, int | None, float | None]]) -> str:
+    """A line on the silos of a table: training items, optimiser steps of a task, and divergence of labels.
+
+    Args:
+        silos: each one's number of training items, its steps, and the Jensen-Shannon divergence [bits] of its labels
+            from those of all silos; None where it has none.
+    """
+    steps = [count for _, count, _ in silos if count is not None]
+    apart = [value for *_, value in silos if value is not None]
+    parts = [f"training items of a silo: {spread([items for items, _, _ in silos])}"]
+    parts += [f"optimiser steps of a task: {spread(steps)}"] if steps else []
+    parts += [f"Jensen-Shannon divergence of labels: {spread(apart, '.3f')}"] if apart else []
+    return "; ".join(parts)
 
 
 def training_warnings(summary: RunSummary) -> Iterator[str]:

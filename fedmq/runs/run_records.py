@@ -97,6 +97,9 @@ class SiloSummary(_WithFigures):
     modalities: Annotated[list[Literal["image", "text"]], Field(max_length=2)]
     samples: int  # number of training items
     steps: int | None = None  # number of optimiser steps of each of its tasks; None if the method never selects it
+    # Jensen-Shannon divergence [bits] of its training labels from those of all silos; None without labels, or if the
+    # silos have their own data.
+    label_divergence: Amount | None = None
     participations: int  # number of its replies that were merged
     tasks: int  # number of tasks that it was given
     data_digest: Digest | None = None  # salted digest of its data, as it stated it

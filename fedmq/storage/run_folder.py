@@ -281,7 +281,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, mode: int = 0o600
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    mode: int = 0o600,
+    written: Callable[[bytes | memoryview], object] = lambda _: None,
 ) -> None:
     """Write a safetensors file, byte for byte as the library does.
 
@@ -293,6 +297,7 @@ def write_tensors(
         tensors: its content.
         metadata: texts by name that it also holds.
         mode: permissions of a new file, before the umask; by default only its owner can read it.
+        written: called with each part of the file in turn, e.g. to hash it.
 
     Raises:
         OSError: it cannot be written.
@@ -310,9 +315,10 @@ def write_tensors(
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb", buffering=0) as file:
-        write_whole(file, len(text).to_bytes(8, "little") + text)
-        for part in parts:
-            write_whole(file, part)
+        contents: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text, *parts]
+        for content in contents:
+            write_whole(file, content)
+            written(content)
 
 
 def write_whole(file: RawIOBase, content: bytes | memoryview) -> None:

@@ -48,7 +48,7 @@ class LayoutEntry:
         if self.nbytes > MAX_BYTES:
             raise FieldError(f"layout {self.name}: {self.nbytes} bytes, allowed {MAX_BYTES}", "oversized")
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -126,13 +126,37 @@ class Layout:
         return ("\n".join(lines) + "\n").encode()
 
     def part(self, names: Iterable[str]) -> Layout:
-        """The layout of the named entries alone, in the order of ``names``.
+        """The layout of the named entries alone, in the order of ``names``; made once for each choice.
 
         Raises:
             KeyError: a name is not in the layout.
         """
-        chosen = [self.by_name[name] for name in names]
-        return Layout.of((entry.name, entry.shape, entry.dtype) for entry in chosen)
+        key = tuple(names)
+        if key not in self._parts:
+            chosen = [self.by_name[name] for name in key]
+            self._parts[key] = Layout.of((entry.name, entry.shape, entry.dtype) for entry in chosen)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, ...], Layout]:
+        return {}
+
+    def ranges(self, names: Iterable[str]) -> Sequence[slice]:
+        """Where the named entries lie in the buffer, in elements and in its order; adjacent entries are one range."""
+        key = frozenset(names)
+        if key not in self._ranges:
+            ends: list[tuple[int, int]] = []
+            for entry in (entry for entry in self.entries if entry.name in key):
+                start = entry.offset // _BYTES
+                if ends and ends[-1][1] == start:
+                    start, _ = ends.pop()
+                ends.append((start, entry.offset // _BYTES + entry.size))
+            self._ranges[key] = [slice(*each) for each in ends]
+        return self._ranges[key]
+
+    @cached_property
+    def _ranges(self) -> dict[frozenset[str], list[slice]]:
+        return {}
 
     def views(self, buffer: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
         """The parameters by name, as views of ``buffer``: nothing is copied, and they are writable if the buffer is.

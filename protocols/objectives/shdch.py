@@ -1,5 +1,14 @@
 """SHDCH (Zhan et al. 2020): class codes on two label levels, learned together with the networks; a base of FedCAFE.
 
+With outputs H = F, G in (-1, 1) of r bits, labels L1 (coarse) and L2 (fine), their class codes Y1 and Y2 in {-1, 1},
+S_12 = 1 for a fine class of a coarse one, and B = sign(F + G), the objective is
+
+J = sum_H (alpha |r L1 - H Y1^T|^2 + beta |r L2 - H Y2^T|^2 + gamma |B - H|^2) + eta |r S_12 - Y1 Y2^T|^2
+
+Departure: the image tower has a hidden layer over frozen features, where the paper trains CNN-F below a linear layer.
+Central training on Wikipedia (one level, 32 bits, 512 hidden units, Adam, 100 epochs) reaches mAP .552 at a rate of
+1e-3 and .401 at the code's 1e-4; two logistic regressions reach .433.
+
 The label names' prefixes ``coarse:`` and ``fine:`` define the levels; with one level the coarse terms are left out,
 which gives PLFedCMH's local loss. Class codes stay at the silo; all silos start from the same ones. The hierarchy comes
 from the labels of the silo's items, so a fine class that it has no item of is not tied to any coarse class.

@@ -70,25 +70,15 @@ def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
     return Model(layout.part(names).digest, extract(theta, layout, names).numpy())
 
 
-def places(layout: Layout, names: Sequence[str]) -> list[slice]:
-    """Ranges of some layers in the flat buffer, in elements, in the layout's order."""
-    wanted, slices, offset = set(names), [], 0
-    for entry in layout.entries:
-        if entry.name in wanted:
-            slices.append(slice(offset, offset + entry.size))
-        offset += entry.size
-    return slices
-
-
 def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:
     """Some layers of a flat buffer [P], concatenated in the order of ``layout.part(names)``."""
-    return torch.cat([theta[:0], *(theta[part] for part in places(layout, names))])
+    return torch.cat([theta[:0], *(theta[part] for part in layout.ranges(names))])
 
 
 def insert(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> None:
     """Replace some layers of a flat buffer [P] in place by ``values``; the inverse of :func:`extract`."""
     offset = 0
-    for part in places(layout, names):
+    for part in layout.ranges(names):
         size = part.stop - part.start
         theta[part] = values[offset : offset + size]
         offset += size

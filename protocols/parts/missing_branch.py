@@ -62,10 +62,12 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
         layers: the layers that the method's updates cover; None for the whole model.
         silo: the sender.
     """
-    names = layers_of(layout, layers)
-    if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:
+    if not isinstance(payload, PartialDelta):
         return payload
-    part = layout.part(names)
+    names = layers_of(layout, layers)
+    if trainable(names, silo) == names:
+        return payload
+    part = layout if layers is None else layout.part(names)
     change = torch.zeros(part.size)
     aggregation.insert(change, part, payload.names, read_only(payload.buffer))
     buffer = change.numpy()

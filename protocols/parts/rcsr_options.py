@@ -22,6 +22,7 @@ _PRINTED: Mapping[str, object] = {
     "fair_update": "paper",
     "fair_center": False,
     "branch_renorm": False,
+    "backbone.head": "mlp",
 }
 
 
@@ -124,6 +125,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
             "router_mask": "none",
             "fair_update": "code",
             "fair_center": True,  # it has no effect on raw losses
+            "backbone.adapter_std": 0.001,
         },
         "ours": {
             "masked_ac": True,

@@ -1,0 +1,309 @@
+"""The first rounds of a run, carried out in this process and discarded: what they take, and what changes nothing.
+
+Nothing is sent, and what is written goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import protocols
+from coordinator import checkpoints
+from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
+from coordinator.program import CoordinatorArguments, run_coordinator
+from fedmq.config.resolve import ResolvedRun, resolve
+from fedmq.config.scenario import ProtocolChoice
+from fedmq.errors import FedmqError, InputError
+from fedmq.federation.population import Population
+from fedmq.launch.supervisor import inline_peers
+from fedmq.runs.result_limits import ONE_STEP_TASKS
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder, bytes_of, load_aligned
+from fedmq.text import counted
+from fedmq.wire.codec import digest
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Payload, tensor_bytes
+from protocols.parts.training import steps_per_task
+
+#: Maximum number of merges of a rehearsal, and the time after which it ends at the next task [s].
+_MERGES, _MOST_SECONDS = 3, 15.0
+#: Time after which no further option is compared [s].
+_COMPARING_SECONDS = 60.0
+#: Difference of two models below which they count as equal, as a fraction of the distance that training moved them.
+_EQUAL = 1e-3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One task or evaluation, as its silo or the evaluator carried it out, or as estimated from one step."""
+
+    name: str
+    seconds: float  # time that it took [s]
+    down: int  # size of the request's payloads [bytes]
+    up: int  # size of the answer's payloads [bytes]
+    memory: int = 0  # growth of this process's peak memory; 0 if it needed more before, or was not measured [bytes]
+
+
+@dataclass
+class Rehearsal:
+    """What the first rounds took."""
+
+    # The tasks in order; each silo's first one is slower, as libraries start up.
+    tasks: list[Answer] = field(default_factory=list)
+    evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
+    merges: int = 0
+    seconds: float = 0.0  # time of the rounds with their evaluations [s]
+
+    @property
+    def merge_seconds(self) -> float:
+        """Time of a merge and of the coordinator's other work for a round [s]."""
+        others = sum(each.seconds for each in (*self.tasks, *self.evaluations))
+        return max(0.0, self.seconds - others) / max(1, self.merges)
+
+
+def size_of(payloads: Sequence[Payload]) -> int:
+    """Size of payload tensors [bytes], as the summary counts traffic."""
+    return sum(map(tensor_bytes, payloads))
+
+
+def rehearse(run: ResolvedRun, population: Population) -> Rehearsal:
+    """Carry out the first rounds of a run, at most three, until a time limit; scripted faults are left out.
+
+    Raises:
+        FedmqError: a task failed, or the run would be refused.
+    """
+    found, began = Rehearsal(), time.monotonic()
+
+    def timed(name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
+        asked = time.monotonic()
+        payloads = answer(message)
+        kept = found.tasks if message.header.kind is Kind.TASK else found.evaluations
+        kept.append(Answer(name, time.monotonic() - asked, size_of(message.payloads), size_of(payloads)))
+        return payloads
+
+    def note(status: Status) -> None:
+        found.merges = status.round
+        if status.round:
+            found.seconds = time.monotonic() - began
+
+    def over() -> bool:
+        return found.merges >= _MERGES or time.monotonic() - began > _MOST_SECONDS
+
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        _carry_out(run, population, Path(name), timed, note, over)
+    return found
+
+
+def _carry_out(
+    run: ResolvedRun,
+    population: Population,
+    place: Path,
+    through: Callable[[str, PeerFunction, Message], tuple[Payload, ...]],
+    note: Callable[[Status], None] = lambda status: None,
+    over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Carry out a run without its faults in a folder, until ``over``; every request goes ``through`` a function."""
+    run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
+
+    def peers(same: Population) -> PeerFunctions:
+        made = inline_peers(run, RunFolder(place), population.prepared.folder, same)
+        return replace(made, answers={each: partial(through, each, made.answers[each]) for each in made.answers})
+
+    arguments = CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder)
+    run_coordinator(arguments, status=note, stop_wanted=over, peers=peers)
+
+
+# ------------------------------------------------------------------------------------------------ what changes nothing
+class Finding(StrEnum):
+    """What a check warns of."""
+
+    ONE_STEP_TASKS = "one_step_tasks"  # every task is one optimiser step
+    EQUALS_FEDAVG = "equals_fedavg"  # the method's model is FedAvg's, or nearly
+    OPTION_WITHOUT_EFFECT = "option_without_effect"  # an option that is set changes no bit
+    NOT_COMPARED = "not_compared"  # what could not be compared, and why
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A warning of a check."""
+
+    finding: Finding
+    text: str  # one line for a reader
+
+
+def remarks(run: ResolvedRun, population: Population, merges: int) -> Iterator[Remark]:
+    """What of a scenario changes nothing: tasks of one step, a method that is FedAvg, options without effect.
+
+    The first rounds are carried out with every part of the method switched on from the first, then with FedAvg, and
+    then without each option that the scenario sets; all that is sent and kept is compared.
+
+    Args:
+        run: the scenario.
+        population: its data.
+        merges: number of rounds; 0, because a task takes long, compares nothing.
+    """
+    counts = [len(population.train[silo.index]) for silo in population.silos]
+    if {steps_per_task(run.scenario, count) for count in counts if count} == {1}:
+        yield Remark(Finding.ONE_STEP_TASKS, ONE_STEP_TASKS)
+    if not merges:
+        yield Remark(Finding.NOT_COMPARED, "the method is not compared with FedAvg, nor its options: a task takes long")
+        return
+    given = tuple(run.source.scenario.protocol.options)
+    try:
+        run = _begun(run)
+        usual = _rounds(run, population, merges)
+    except FedmqError as error:
+        yield Remark(Finding.NOT_COMPARED, f"the method and its options are not compared: {error}")
+        return
+    yield from _beside_fedavg(run, population, usual)
+    yield from _without_options(run, given, population, usual)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """The first rounds of a run."""
+
+    merges: int
+    theta: torch.Tensor  # float32 [P], the shared parameters after them
+    # Digests of all that was sent and kept, by what it is: payloads, states of the coordinator, states of silos.
+    content: Mapping[str, object]
+
+
+def _rounds(run: ResolvedRun, population: Population, merges: int) -> _Rounds:
+    """Carry out a run of so many merges, with its last evaluation.
+
+    Raises:
+        FedmqError: a task failed, or the run would be refused.
+    """
+    scenario = run.scenario
+    training = scenario.training.model_copy(update={"schedule_rounds": scenario.schedule_rounds})
+    evaluation = scenario.evaluation.model_copy(
+        update={"every": 0, "personal_every": 0, "patience": None, "keep": "last"}
+    )
+    run = run.changed(scenario.model_copy(update={"rounds": merges, "training": training, "evaluation": evaluation}))
+    content: dict[str, object] = {}
+
+    def through(name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
+        payloads, header = answer(message), message.header
+        what = f"{header.kind} {header.sequence} of {name} at version {header.base_version}"
+        content[what] = [digest(payload) for payload in (*message.payloads, *payloads)]
+        return payloads
+
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        place = RunFolder(Path(name))
+        _carry_out(run, population, place.root, through)
+        saved = checkpoints.load(place.checkpoints)
+        assert saved is not None  # noqa: S101 - the run is finished
+        # Of the tensors, not of the files, in which equal metadata may stand in another order.
+        for file in sorted(place.checkpoints.rglob("*.safetensors")):
+            content[str(file.relative_to(place.root))] = {
+                name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in load_aligned(file).items()
+            }
+    state = saved.states[saved.rounds.version]
+    content["values"] = json.dumps(state.values, sort_keys=True, default=str)
+    return _Rounds(merges, state.theta, content)
+
+
+def _with_method(run: ResolvedRun, name: str, options: Mapping[str, object]) -> ResolvedRun:
+    """The run with another method or other options.
+
+    Raises:
+        InputError: an option is not allowed, or the method does not fit the scenario.
+    """
+    choice = ProtocolChoice.model_validate({"name": name, **options})
+    scenario = run.scenario.model_copy(update={"protocol": choice})
+    return resolve(replace(run.source, scenario=scenario), protocols)
+
+
+def _begun(run: ResolvedRun) -> ResolvedRun:
+    """The run with the parts of its method that begin in a later round switched on from the first."""
+    choice = run.scenario.protocol
+    facts = protocols.method_facts(choice, run.scenario.objective)
+    later = {name: 0 for name, round_, _, _ in facts.begins if round_}
+    return _with_method(run, choice.name, {**choice.options, **later}) if later else run
+
+
+def _beside_fedavg(run: ResolvedRun, population: Population, usual: _Rounds) -> Iterator[Remark]:
+    """A warning if the method's model after the first rounds is that of FedAvg with the same common options."""
+    label, options = run.scenario.protocol.label, run.scenario.protocol.options
+    if label == "fedavg" or run.pooled or run.personal_only:
+        return
+    common = {each.name for each in fields(protocols.load("fedavg").Options)} & options.keys()
+    try:
+        plain = _with_method(run, "fedavg", {name: options[name] for name in common})
+        average = _rounds(plain, population, usual.merges)
+    except FedmqError as error:
+        yield Remark(Finding.NOT_COMPARED, f"{label} is not compared with FedAvg: {error}")
+        return
+    start = population.build_model(run.scenario, "cpu", ()).flat.detach()
+    apart, moved = (
+        float(torch.linalg.vector_norm(average.theta - other, dtype=torch.float64)) for other in (usual.theta, start)
+    )
+    after = f"after {counted(usual.merges, 'round')}, with every part of it switched on"
+    if apart == 0:
+        yield Remark(Finding.EQUALS_FEDAVG, f"{label} is FedAvg here: {after}, its model is FedAvg's to the bit")
+    elif moved and apart / moved < _EQUAL:
+        text = f"{label} is nearly FedAvg here: {after}, its model differs by {apart / moved:.1g} of the movement"
+        yield Remark(Finding.EQUALS_FEDAVG, text)
+
+
+def _without_options(
+    run: ResolvedRun, given: Sequence[str], population: Population, usual: _Rounds
+) -> Iterator[Remark]:
+    """A warning for each ``given`` option that changes no bit of the first rounds."""
+    choice, began, took, left = run.scenario.protocol, time.monotonic(), 0.0, list[str]()
+    for name, other in _switched_off(run, given):
+        if time.monotonic() - began + took > _COMPARING_SECONDS:
+            left.append(name)
+            continue
+        started = time.monotonic()
+        try:
+            rounds = _rounds(_with_method(run, choice.name, {**choice.options, name: other}), population, usual.merges)
+        except FedmqError:
+            left.append(name)
+            continue
+        took = time.monotonic() - started
+        if rounds.content == usual.content:
+            yield Remark(
+                Finding.OPTION_WITHOUT_EFFECT,
+                f"protocol.{name}: {choice.options[name]} changes no bit of the first "
+                f"{counted(usual.merges, 'round')} against {name}: {other}",
+            )
+    if left:
+        yield Remark(
+            Finding.NOT_COMPARED, f"options that are not compared, as that takes long or fails: {', '.join(left)}"
+        )
+
+
+def _switched_off(run: ResolvedRun, given: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Each ``given`` option, with the value to compare it with: off, or otherwise its default.
+
+    A number is off at 0 and a flag at the other value. Left out are options without another value to compare with,
+    those of which the scenario's own check says that they have no effect, and those that say when a part begins.
+    """
+    choice = run.scenario.protocol
+    facts, kind = protocols.method_facts(choice, run.scenario.objective), protocols.load(choice.name)
+    known = {name for name, _, _ in facts.without_effect} | {name for name, *_ in facts.begins}
+    defaults = {each.name: each.default for each in fields(kind.Options)}
+    for name in given:
+        value = choice.options[name]
+        off = not value if isinstance(value, bool) else 0 if isinstance(value, int | float) else None
+        for other in (off, defaults[name]):
+            if name in known or other is None or other == value:
+                continue
+            try:
+                protocols.options_of(kind, {**choice.options, name: other})
+            except InputError:
+                continue
+            yield name, other
+            break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_search_terms_become_captions_but_for_concepts_of_another_split() -> Non
         for term in families.icons()[key].terms:
             if split.get(families.concept_of(term), item.split) != item.split:
                 left_out += 1
-                assert not any(caption == term for caption in item.captions)
+                assert term not in re.split(r", as in | or | and |, |: ", " or ".join(item.captions))
     assert left_out > 10
 
 

@@ -1,7 +1,7 @@
 """Linear yardsticks: how well a data set's frozen features are retrieved without a network, as rows of a comparison.
 
 A base loss that stays below them although it is trained on the pooled data is not at full strength; differences between
-federated methods on it say little. Nothing is tuned, so that every table has the same yardsticks:
+federated methods on it say little. Nothing is tuned for a table, so that all tables have the same yardsticks:
 
 - ``classes``: a logistic regression per modality, on standardised features with scikit-learn's default penalty, for
   several labels per item one against the rest. Items are ranked by the cosine of their class probabilities.
@@ -31,7 +31,8 @@ from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Encoders
 
 F64 = npt.NDArray[np.float64]
-#: Ridge of the canonical correlations, as a fraction of the mean variance of a modality's features.
+#: Ridge of the canonical correlations, as a fraction of the mean variance of a modality's features. Of .01 to 3 it has
+#: the largest sum of R@1 over the validation splits of openmoji and of Flickr8k, with aligned and unaligned features.
 RIDGE = 0.3
 
 

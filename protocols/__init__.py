@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from fedmq.config.options import as_plain, beginnings, parsed, preset_settings, without_effect
+from fedmq.config.options import as_plain, beginnings, parsed, preset_values, without_effect
 from fedmq.config.plug_ins import Registry
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
@@ -153,7 +153,8 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
     options = options_of(kind, choice.options)
     traits, around = kind.traits_of(options), {"objective.base": objective.base}
     of_base = {f"objective.{name}" for name in vars(OBJECTIVES.find(objective.base).options())}
-    preset = preset_settings(options)
+    preset = preset_values(kind.Options, choice.options.get("preset"))
+    others = [key for key in preset if "." in key and (key in of_base or not key.startswith("objective."))]
     return MethodFacts(
         as_plain(options),
         pooled=traits.pooled,
@@ -162,7 +163,7 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
         weighs_single_silos=traits.weighs_single_silos,
         without_effect=tuple(without_effect(options, around)),
         begins=tuple(beginnings(options, around)),
-        preset={key: preset[key] for key in preset if key in of_base or not key.startswith("objective.")},
+        preset={key: preset[key] for key in others},
     )
 
 

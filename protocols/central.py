@@ -6,7 +6,6 @@ eligible, so that training equals FedAvg with a single silo.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedmq.federation.protocol import Context, SiloFacts, Traits
@@ -14,17 +13,12 @@ from protocols import fedavg
 from protocols.parts.losses import TauOptions
 
 
-@dataclass(frozen=True)
-class CentralOptions(TauOptions):
-    """Options of central training."""
-
-
 class Central(fedavg.FedAvg):
     """Central training, see the module docstring."""
 
-    Options: ClassVar[type[Any]] = CentralOptions
+    Options: ClassVar[type[Any]] = TauOptions
 
-    def __init__(self, options: CentralOptions, context: Context) -> None:
+    def __init__(self, options: TauOptions, context: Context) -> None:
         super().__init__(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def eligible(self, silo: SiloFacts) -> bool:

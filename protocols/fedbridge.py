@@ -11,15 +11,13 @@ trains each sample to keep, and sharpen, the downloaded model's soft assignment 
 where t_i is the downloaded model's embedding of sample i, z_i that of the model in training, and z_i' the embedding of
 another caption of the same item (text silos only). docs/explanation/fedbridge.md gives the derivation, the traffic and
 what centroids reveal; docs/results has the ablations.
-
-ClusMFL (Wang et al., 2025, arXiv 2502.12180) came first with a pool of all silos' cluster centres per modality that
-stands in for missing modalities. It clusters by label and aligns within a modality; here no labels are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -229,12 +227,9 @@ class FedBridge(FederatedProtocol):
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned if personalisation has begun and the silo is paired; empty if it has none."""
         options = self.options
-        parts = [(local, self._pairs)] if options.personal and local.silo.paired else []
+        loss = partial(fedavg.paired_loss, tau=options.tau)
+        parts = [(local, loss)] if options.personal and local.silo.paired else []
         return personal_adapter.tuned_or_kept(local, self.context, task, options, lambda: options.lambda_p, parts)
-
-    def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
-        assert image is not None and text is not None  # noqa: S101 - called for paired silos only
-        return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
         received = centroids.received(task.payloads, local.silo)

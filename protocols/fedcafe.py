@@ -7,8 +7,7 @@ and its memory. The coordinator computes the global memory from all silos' last 
 weight the more its silo's memory differs from the global one (eqs 9 to 11). The memory is released with the model, as
 inference needs it.
 
-Option texts say how we resolve what the paper leaves open, contradicts, or implements differently. The scale and the
-inputs of the hash loss are options of the base, so that FedAvg can train the same loss for comparison.
+The scale and the inputs of the hash loss are options of the base, so that FedAvg can train the same loss.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class FedCafeOptions:
         cap: maximum weight of a stale silo, in multiples of an equal weight: its memory differs because it is old.
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
         weighting: weight updates by ``samples`` or ``uniform``; only without ``weighted_agg``.
-        weight_samples: multiply eq 10's weights by the silos' numbers of samples, n_k alpha_k; only with
-            ``weighted_agg``. Linear weights differ by a few per cent, so that eq 10 alone ignores the silos' sizes.
+        weight_samples: multiply eq 10's weights by the silos' numbers of samples; only with ``weighted_agg``.
         preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, or ``ours``.
     """
 
@@ -98,7 +96,6 @@ class FedCafeOptions:
             "memory": "kmeans_two_stage",
             "weight": "softmax",
             "branch_renorm": False,
-            "training.batch_size": 128,
             "training.local_epochs": 20,
         },
         "released": {
@@ -114,7 +111,6 @@ class FedCafeOptions:
             "training.weight_decay": 0.0,
             "training.schedule": "constant",
             "training.warmup_rounds": 0,
-            "training.batch_size": 128,
             "training.local_epochs": 20,
         },
         "ours": {"weight_samples": True},

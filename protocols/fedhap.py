@@ -5,9 +5,8 @@ and away from those of other classes (eq 3), and train against a discriminator t
 (eq 8). They report the mean code of each class (eq 5); a prototype is the sign of the mean over the silos that hold the
 class (eq 6). Networks and discriminators are averaged with uniform weights (algorithm 1).
 
-In the paper silos hold images only. With two modalities there is one tower for each and one set of prototypes; a silo
-votes with the codes of all its modalities, and triplets mix modalities. The coordinator keeps the last vote of every
-silo, so that a class does not vanish if merges have few replies.
+A silo votes with the codes of all its modalities, and triplets mix modalities. The coordinator keeps the last vote of
+every silo, so that a class does not vanish if merges have few replies.
 """
 
 from __future__ import annotations
@@ -202,13 +201,11 @@ class FedHapOptions(fedavg.AnchoredOptions):
             "eq8": "printed",
             "adv_g": "literal",
             "hysteresis": 0.0,
-            "objective.reduce": "sum",
-            "objective.mu": 0.05,
             "training.optimizer": "adam",
             "training.learning_rate": 0.005,
             "training.local_epochs": 5,
         },
-        "ours": {"objective.reduce": "sum"},
+        "ours": {},
     }
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -444,14 +441,11 @@ class Terms:
         if self.options.proto_triplet:
             terms.append(prototype_triplets(samples, self.prototypes, self.valid, self.triplets, self.generator))
         if self.discriminator is not None:
-            terms.append(self.options.lambda_d * self._adversarial(self.discriminator, samples))
+            options, labels = self.options, label_vectors(samples.labels)
+            self.discriminator.step(signs(samples.codes.detach()), labels, options.eq8)
+            seen = straight_through(samples.codes) if options.adv_input == "ste" else samples.codes
+            terms.append(options.lambda_d * self.discriminator.fooled(seen, labels, options.adv_g, options.eq8))
         return torch.stack(terms).sum()
-
-    def _adversarial(self, discriminator: Discriminator, samples: Samples) -> Tensor:
-        options, labels = self.options, label_vectors(samples.labels)
-        discriminator.step(signs(samples.codes.detach()), labels, options.eq8)
-        seen = straight_through(samples.codes) if options.adv_input == "ste" else samples.codes
-        return discriminator.fooled(seen, labels, options.adv_g, options.eq8)
 
 
 def _as_delta(reply: Update) -> Update:

@@ -48,9 +48,7 @@ _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.e
 _TABLE = "scmr_table"
 _VERSIONS = "scmr_versions"
 
-
-#: Reading of the paper's matrix norms: ``row``, the mean of per-sample lengths as in the public code of the cited base,
-#: which does not depend on the batch size; or ``frob``, Frobenius norms as printed.
+#: How the paper's matrix norms are read; see the option ``norm``.
 Norm = Literal["row", "frob"]
 
 
@@ -81,9 +79,9 @@ class FedScmrOptions:
             the ``table`` of last scalars, which gives useful weights when a merge has few replies. Default: ``table``
             if merges have fewer replies than a round (``async``, small buffers), else ``reporters``. Not used by
             ``agg: samples``.
-        validation: fraction of a silo's items held out to measure its mAP; with few items the mAP is coarse, with one
-            it is 1. 0 measures it on the items of the training. ``training.validation`` replaces it: it holds the
-            items out with every method, so that rivals train on as many.
+        validation: fraction of a silo's items on which its mAP is measured and only this method does not train; with
+            few items the mAP is coarse, with one it is 1. 0 measures it on the items of the training. Replaced by
+            ``training.validation``, with which no method trains on them.
         preset: what is not given: as ``printed`` in the paper, or ``ours``; no code is public.
     """
 
@@ -107,7 +105,7 @@ class FedScmrOptions:
     gamma: NonNegative = 30.0
     use_phi: bool = True
     agg: Literal["adaptive", "proportional", "samples"] = "adaptive"
-    norm: Literal["row", "frob"] = "row"
+    norm: Norm = "row"
     pairs: Literal[3, 4] = 4
     eval_space: Literal["enhanced", "common"] | None = None
     shared_layers: Literal["base", "base_enhance", "all"] = "base_enhance"
@@ -251,10 +249,7 @@ class FedScmr(PartialFedAvg):
 
     # ----------------------------------------------------------------------- silo side
     def _split(self, local: Local) -> tuple[training.I64, training.I64]:
-        """Rows for training and for validation, the same in every task; a single item serves both.
-
-        Items that ``training.validation`` holds out are not among them.
-        """
+        """Rows for training and for validation, the same in every task; a single item serves both."""
         if local.validation is not None:
             return np.arange(len(local.dataset)), np.arange(len(local.validation))
         size = len(local.dataset)

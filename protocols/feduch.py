@@ -3,9 +3,7 @@
 FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh) with two additional terms (eq 14). Eq 11 pulls the network
 of one modality towards the global network of the other modality and away from the silo's previous one; eq 12 pulls its
 codes towards the global network's codes of the same modality. The global networks are the downloaded ones, the
-previous ones those after the silo's last training; at its first participation a silo has none and skips eq 11, which
-would be the constant log 2. If a base makes several updates per batch, the first has both terms. A silo with one
-modality has no pairs to contrast and trains eq 12 only.
+previous ones those after the silo's last training.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ class FedUchOptions(fedavg.AnchoredOptions):
             "contrast": False,
             "distill": False,
             "training.optimizer": "sgd",
-            "training.momentum": 0.9,
             "training.weight_decay": 5e-4,
             "training.learning_rate": 0.005,
             "training.batch_size": 32,

@@ -7,7 +7,6 @@ modality has nothing to minimise under InfoNCE and keeps the initial model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -31,15 +30,10 @@ from protocols.parts import personal_model, training
 from protocols.parts.losses import TauOptions
 
 
-@dataclass(frozen=True)
-class AloneOptions(TauOptions):
-    """Options of local training."""
-
-
 class Alone(FederatedProtocol):
     """Local training, see the module docstring; FedProto adds prototypes to it."""
 
-    Options: ClassVar[type[Any]] = AloneOptions
+    Options: ClassVar[type[Any]] = TauOptions
 
     def __init__(self, options: TauOptions, context: Context) -> None:
         super().__init__(options, context)

@@ -1,9 +1,7 @@
 """The matched control: FedAvg that samples single-modality silos as always, but has them train nothing.
 
 A method that claims to learn from single-modality silos has to beat it: each round samples the same silos as for
-every other method, and paired silos get the same tasks. It equals ``fedavg`` with ``aggregation.single_weight: 0``,
-where single-modality silos train although their updates do not count. ``paired_only`` samples from the paired silos
-alone.
+every other method, and paired silos get the same tasks. ``paired_only`` samples from the paired silos alone.
 """
 
 from __future__ import annotations

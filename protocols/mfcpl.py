@@ -110,11 +110,6 @@ def prototype_contrast(z: Tensor, members: Tensor, prototypes: Tensor, tau: floa
     return -(members * scores.log_softmax(1)).sum(1).mean()
 
 
-def modal_alignment(image: Tensor, text: Tensor) -> Tensor:
-    """CMA: mean of 1 - cos between the two embeddings [B, d] of a pair."""
-    return 1 - cosine(image, text).mean()
-
-
 def proto_terms(
     image: Tensor | None, text: Tensor | None, members: Tensor, shared: Shared, options: MfcplOptions
 ) -> list[Tensor]:
@@ -226,7 +221,7 @@ class Mfcpl(FederatedProtocol):
                 batch = batch / batch.sum(1, keepdim=True).clamp(min=1)
                 losses = proto_terms(codes[0], codes[1], batch, shared, options)
             if options.cma and image is not None and text is not None:
-                losses.append(options.cma * modal_alignment(image.code, text.code))
+                losses.append(options.cma * (1 - cosine(image.code, text.code).mean()))
             return torch.stack(losses).sum() if losses else None
 
         return terms

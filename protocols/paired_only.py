@@ -5,7 +5,6 @@ A control: a method that claims to benefit from single-modality silos has to bea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fedmq.federation.protocol import Context, SiloFacts, Traits
@@ -13,17 +12,12 @@ from protocols import fedavg
 from protocols.parts.losses import TauOptions
 
 
-@dataclass(frozen=True)
-class PairedOnlyOptions(TauOptions):
-    """Options of FedAvg over paired silos."""
-
-
 class PairedOnly(fedavg.FedAvg):
     """FedAvg over paired silos, see the module docstring."""
 
-    Options: ClassVar[type[Any]] = PairedOnlyOptions
+    Options: ClassVar[type[Any]] = TauOptions
 
-    def __init__(self, options: PairedOnlyOptions, context: Context) -> None:
+    def __init__(self, options: TauOptions, context: Context) -> None:
         super().__init__(fedavg.FedAvgOptions(tau=options.tau), context)
 
     def eligible(self, silo: SiloFacts) -> bool:

@@ -5,8 +5,7 @@ other silos are anchored to the global prototype of the modality they lack, and 
 that lack one. All add regularisers towards the global prototypes and the downloaded model (eqs 2 to 5). Silos report
 prototypes, the update's geometry and the loss (eq 6). The coordinator weights updates by a learned router (eqs 7 to 9)
 times a minimax weight (eq 10), and keeps the global prototypes as moving averages (eq 11). With ``personal`` (RCSR-p,
-eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, which never leaves it. Where the paper is
-silent or contradicts itself, docs and option texts state our reading, and options select the others.
+eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, which never leaves it.
 """
 
 from __future__ import annotations
@@ -296,7 +295,8 @@ class Rcsr(FederatedProtocol):
             },
         )
 
-        weights, personal, adam, log = self._routed_weights(state, table, rows, replies, statistics, round_)
+        pool = self._pool(table, replies, statistics, round_)
+        weights, within, adam, log = self._routed_weights(state, replies, *pool)
         minimax: Mapping[str, Tensor] = {}
         if options.minimax:
             minimax, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
@@ -322,31 +322,18 @@ class Rcsr(FederatedProtocol):
             many = centroids.updated(tensors, replies, round_, self.context.max_age)
             log["centroids"] = centroids.known(many)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
+        personal = self._personal_weights(tensors, rows, *within)
         kept = {**tensors, **table, **averages, **minimax, **stepped, **personal, **many}
         return MergeResult(State(theta, kept, values), log)
 
     def _routed_weights(
-        self,
-        state: State,
-        table: Mapping[str, Tensor],
-        rows: Tensor,
-        replies: Sequence[Update],
-        statistics: Statistics,
-        round_: int,
-    ) -> tuple[Tensor, dict[str, Tensor], router.Adam, dict[str, float]]:
+        self, state: State, replies: Sequence[Update], pool: Statistics, where: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, int], router.Adam, dict[str, float]]:
         """The reporters' weights w^R and what the router becomes (phase 2 of algorithm 1).
 
-        Args:
-            state: the coordinator's state before the merge.
-            table: last statistics of all silos, including those of this merge.
-            rows: int64 [M], silo index of each reporter.
-            replies: replies of this merge.
-            statistics: statistics of the replies.
-            round_: number of the round.
-
         Returns:
-            Weights float64 [M] with sum 1; the table of weights to send to silos, if any; the router after its step;
-            its loss for the log.
+            Weights float64 [M] with sum 1; the reporters' weights in the router's pool, and its size; the router after
+            its step; its loss for the log.
         """
         options, tensors, merges = self.options, state.tensors, int(state.values["merges"])
         uniform = options.router == "uniform"
@@ -356,15 +343,14 @@ class Rcsr(FederatedProtocol):
         )
         log: dict[str, float] = {}
         # Silos receive their weight within the router's pool, which may include silos outside this merge.
-        pool_weights, pool_size = weights, len(rows)
+        within = (weights, len(replies))
         if options.router is True and self._router_rate(merges) > 0:
-            pool, where = self._pool(table, replies, statistics, round_)
             if merges >= options.warmup:
                 routed = self._routed(adam.values, pool, tensors)
-                pool_weights, pool_size = routed[where], len(routed)
-                weights = pool_weights / pool_weights.sum()
+                within = (routed[where], len(routed))
+                weights = routed[where] / routed[where].sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, merges)
-        return weights, self._personal_weights(tensors, rows, pool_weights, pool_size), adam, log
+        return weights, within, adam, log
 
     def _router_rate(self, merges: int) -> float:
         """The router's learning rate after so many merges. By algorithm 1 it is not trained during the warm-up."""
@@ -378,15 +364,7 @@ class Rcsr(FederatedProtocol):
         replies: Sequence[Update],
         statistics: Statistics,
     ) -> tuple[Mapping[str, Tensor], float]:
-        """The fairness tensors after a step of q (eq 10), and the value of the minimax objective.
-
-        Args:
-            tensors: the coordinator's state before the merge.
-            table: last statistics of all silos, including those of this merge.
-            rows: int64 [M], silo index of each reporter.
-            replies: replies of this merge.
-            statistics: statistics of the replies.
-        """
+        """The fairness tensors after a step of q (eq 10), and the value of the minimax objective."""
         options = self.options
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
         # By last reports, because faults may remove or restore a modality.

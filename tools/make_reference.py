@@ -54,8 +54,8 @@ _METHODS = """# Methods and base losses
 
 All methods (`protocol:` of a scenario) and base losses (`objective:`): what each computes, where it departs from its
 paper, and its options, which `fedmq protocols NAME` and `fedmq losses NAME` print too.
-[Baselines](../explanation/baselines.md) says how each paper was interpreted, [results](../results/README.md) what was
-measured. `tools/make_reference.py` writes this page from the code.
+[Baselines](../explanation/baselines.md) compares the methods, [results](../results/README.md) has what was measured.
+`tools/make_reference.py` writes this page from the code.
 
 ## Methods
 
@@ -125,9 +125,14 @@ def _faults(of_kinds: Mapping[str, tuple[str, tuple[key_reference.Key, ...]]]) -
 def methods_page() -> str:
     """Text of docs/reference/methods.md."""
     page = [_METHODS]
+    shared = key_reference.options(protocols.load("fedavg").Options)
     for name in protocols.names():
         about = _about(protocols.METHODS.module(name))
-        page.append(_section(name, about, key_reference.options(protocols.load(name).Options)))
+        keys = key_reference.options(protocols.load(name).Options)
+        same = [] if name == "fedavg" else [key for key in keys if key in shared]
+        page.append(_section(name, about, [key for key in keys if key not in same]))
+        listed = ", ".join(f"`{key.name}`" for key in same)
+        page.append(_entry(f"- {listed}: as of [`fedavg`](#fedavg).") if same else "")
     before = (DOCS / "methods.md").read_text(encoding="utf-8")
     page += ["\n", _BEGIN, before.partition(_BEGIN)[2].partition(_END)[0], _END]  # written by hand
     page += [_UNPAIRED, *(f"| `{name}` | {protocols.unpaired(name)} |\n" for name in protocols.names())]

@@ -68,7 +68,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     """
     kind: Any = schema  # to mypy, a type is not hashable
     known = {field.name: field.default for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    preset = _preset(kind, raw.get("preset"))
+    preset = preset_values(kind, raw.get("preset"))
     raw = {**{option: value for option, value in preset.items() if "." not in option}, **raw}
     for option in raw:
         if option not in known:
@@ -93,22 +93,13 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
         raise InputError(place, str(error), f"values that {schema.__name__} accepts") from None
 
 
-def _preset(schema: Any, name: object) -> Mapping[str, object]:
+def preset_values(schema: Any, name: object) -> Mapping[str, object]:
+    """Options, and keys of other sections such as ``training.batch_size``, that a preset sets unless the scenario does.
+
+    An options dataclass with the option ``preset`` declares them by the preset's name in ``PRESETS``.
+    """
     presets: Mapping[str, Mapping[str, object]] = getattr(schema, "PRESETS", {})
     return presets.get(name, {}) if isinstance(name, str) else {}
-
-
-def preset_settings(options: Any) -> dict[str, object]:
-    """Keys outside the options that the chosen preset sets unless the scenario does, e.g. ``training.batch_size``.
-
-    An options dataclass with the option ``preset`` declares in ``PRESETS`` what each preset sets: its options and keys
-    of other sections, with their values. :func:`parsed` fills in the options, ``fedmq.config.resolve`` the other keys.
-
-    Args:
-        options: instance of a frozen dataclass.
-    """
-    preset = _preset(type(options), getattr(options, "preset", None))
-    return {key: value for key, value in preset.items() if "." in key}
 
 
 def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:

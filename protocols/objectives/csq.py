@@ -72,24 +72,19 @@ def tie_break(bits: int, generator: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.where(generator.random(bits) < 0.5, 1.0, -1.0).astype(np.float32))
 
 
-def centres_of(labels: Tensor, centres: Tensor, ties: Tensor) -> Tensor:
-    """Centres of samples [B, r]: the sign of the sum of their labels' centres, with ties broken by ``ties`` [r]."""
-    total = labels @ centres
-    return torch.where(total == 0, ties, total.sign())
-
-
 def loss(codes: Tensor, labels: Tensor, centres: Tensor, ties: Tensor, options: Options) -> Tensor:
     """Cross-entropy of (tanh u + 1) / 2 with (c + 1) / 2 plus lamb times mean (|tanh u| - 1)^2.
 
     Args:
         codes: [B, r] codes u before tanh.
         labels: float [B, C], multi-hot.
-        centres: [C, r].
-        ties: [r].
+        centres: [C, r]; c is the sign of the sum of its labels' centres.
+        ties: [r], c where that sum is 0.
         options: weight.
     """
+    total = labels @ centres
+    target = (torch.where(total == 0, ties, total.sign()) + 1) / 2
     # (tanh u + 1) / 2 is the logistic function of 2u; with logits no logarithm of 0 occurs.
-    target = (centres_of(labels, centres, ties) + 1) / 2
     entropy = functional.binary_cross_entropy_with_logits(2 * codes, target)
     return entropy + options.lamb * (codes.tanh().abs() - 1).square().mean()
 

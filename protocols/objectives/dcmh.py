@@ -7,16 +7,10 @@ J = sum_ij (log(1 + e^theta_ij) - S_ij theta_ij) + gamma (|B - F|^2 + |B - G|^2)
 
 The towers take turns; a batch's step has its own rows from the tower and all other rows from the buffers F and G.
 
-Departures: eta is 0.001 by default, the paper's is 1. Its gradient 2 eta F^T 1 is the same for all items, and stays as
-it is until an epoch has replaced the buffer's rows, so that under Adam at rates of 1e-3 and above all outputs swing
-together; with eta = 0 some bits are the same for all items. The image tower has a hidden layer over frozen features,
-where the paper trains CNN-F below a linear layer. The buffers start from the downloaded model's outputs, not from
-N(0, 1), as a silo's first task may start from a model that others trained.
-
-Central training on Wikipedia (32 bits, 512 hidden units, Adam at 1e-3, 100 epochs) reaches mAP .178 with eta = 1 and a
-linear image tower, .465 with eta = 0 and a hidden layer, .516 by default; two logistic regressions reach .433. Images
-find texts less well (.327, against .404): an image of uncertain class has one code, while probabilities rank the
-classes. Features whose entries differ in scale cost more than the loss's options; standardise them.
+The paper's eta is 1. Its gradient 2 eta F^T 1 is the same for all items, and stays as it is until an epoch has replaced
+the buffer's rows, so that under Adam at rates of 1e-3 and above all outputs swing together; with eta = 0 some bits are
+the same for all items. The buffers start from the downloaded model's outputs, where the paper's start from N(0, 1), as
+a silo's first task may start from a model that others trained.
 
 A single-modality silo pairs items within its modality: likelihood of F F^T instead of F G^T, and B = sign(F).
 """
@@ -46,7 +40,7 @@ class Options:
 
     Args:
         gamma: weight of the distance to the common codes.
-        eta: weight of the balance of each bit, 1 in the paper.
+        eta: weight of the balance of each bit.
         image_layers: hidden layers of the image tower: 1 over frozen features, 0 as in the paper, which trains CNN-F
             below it (``backbone.end_to_end``).
         buffer: outputs stored in the buffers under FedCAFE: ``enhanced``, as in its code, or ``plain``.

@@ -5,10 +5,6 @@ S_12 = 1 for a fine class of a coarse one, and B = sign(F + G), the objective is
 
 J = sum_H (alpha |r L1 - H Y1^T|^2 + beta |r L2 - H Y2^T|^2 + gamma |B - H|^2) + eta |r S_12 - Y1 Y2^T|^2
 
-Departure: the image tower has a hidden layer over frozen features, where the paper trains CNN-F below a linear layer.
-Central training on Wikipedia (one level, 32 bits, 512 hidden units, Adam, 100 epochs) reaches mAP .552 at a rate of
-1e-3 and .401 at the code's 1e-4; two logistic regressions reach .433.
-
 The label names' prefixes ``coarse:`` and ``fine:`` define the levels; with one level the coarse terms are left out,
 which gives PLFedCMH's local loss. Class codes stay at the silo; all silos start from the same ones. The hierarchy comes
 from the labels of the silo's items, so a fine class that it has no item of is not tied to any coarse class.
@@ -87,13 +83,8 @@ class Level:
     codes: Tensor
 
 
-def class_code_loss(outputs: Tensor, labels: Tensor, codes: Tensor) -> Tensor:
-    """||r L - H Y^T||^2 of outputs H [B, r], labels [B, C] and class codes Y [C, r]."""
-    return (outputs.shape[1] * labels - outputs @ codes.T).square().sum()
-
-
 def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: float) -> Tensor:
-    """The part of the objective that depends on one modality's outputs: class-code losses and common codes.
+    """The part of the objective that depends on one modality's outputs: ||r L - H Y^T||^2 per level and common codes.
 
     Args:
         outputs: H [B, r].
@@ -101,7 +92,8 @@ def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: 
         levels: with the labels of the same items.
         gamma: weight of ||B - H||^2.
     """
-    parts = [level.weight * class_code_loss(outputs, level.labels, level.codes) for level in levels]
+    bits = outputs.shape[1]
+    parts = [level.weight * (bits * level.labels - outputs @ level.codes.T).square().sum() for level in levels]
     return torch.stack([*parts, gamma * (codes - outputs).square().sum()]).sum()
 
 

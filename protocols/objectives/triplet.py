@@ -27,11 +27,10 @@ class Options:
 
     Args:
         distance: ``cosine`` is 1 - cos; ``euclidean`` the L2 norm.
-        margin: a of eq 2, not given in the paper; in units of r / 4 for the Euclidean distance.
+        margin: a of eq 2, in units of r / 4 for the Euclidean distance.
         mining: positive and negative of each anchor from the batch: a ``random`` pair, ``all`` pairs, the farthest
-            positive and the nearest negative (``hard``), or the ``nearest`` of both. Not given in the paper.
-        reduce: ``sum`` over triplets and samples, as printed, or ``mean``. Eq 8 is a mean in either case, so that
-            ``mean`` weighs FedHAP's adversarial loss against these two about 2 B times as much, B the batch size.
+            positive and the nearest negative (``hard``), or the ``nearest`` of both.
+        reduce: ``sum`` over triplets and samples, as printed, or ``mean``.
         mu: weight of the quantisation loss.
     """
 
@@ -40,10 +39,6 @@ class Options:
     mining: Mining = "random"
     reduce: Reduce = "sum"
     mu: NonNegative = 0.05
-
-    def margin_for(self, bits: int) -> float:
-        """The margin in units of the distance, for codes of ``bits`` bits."""
-        return self.margin * (bits / 4 if self.distance == "euclidean" else 1.0)
 
 
 def distances(a: Tensor, b: Tensor, kind: Distance) -> Tensor:
@@ -113,7 +108,8 @@ def ranking_loss(
     """Triplets of codes [A, r] with candidates [M, r], mined by masks bool [A, M] (eqs 2 and 3)."""
     apart = distances(codes, candidates, options.distance)
     triplets = mined(apart, positive, negative, options.mining, generator)
-    return triplet_loss(*triplets, options.margin_for(codes.shape[1]), options.reduce)
+    unit = codes.shape[1] / 4 if options.distance == "euclidean" else 1.0
+    return triplet_loss(*triplets, options.margin * unit, options.reduce)
 
 
 def loss(samples: Samples, options: Options, generator: np.random.Generator) -> Tensor:

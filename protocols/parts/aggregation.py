@@ -18,7 +18,6 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Model
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 18
@@ -63,11 +62,6 @@ def owns(silo: SiloFacts, name: str) -> bool:
 def ordered(replies: Sequence[Update]) -> list[Update]:
     """Sort replies into the fixed silo order."""
     return sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
-
-
-def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
-    """Download payload with the shared layers of a model: a buffer of ``layout.part(names)`` and its digest."""
-    return Model(layout.part(names).digest, extract(theta, layout, names).numpy())
 
 
 def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:

@@ -248,7 +248,9 @@ class PartialFedAvg(FederatedProtocol):
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The shared layers, and the global prototypes if anchoring is on."""
-        model = aggregation.partial_model(self.context.layout, self.shared, state.theta)
+        layout = self.context.layout
+        shared = aggregation.extract(state.theta, layout, self.shared)
+        model = Model(layout.part(self.shared).digest, shared.numpy())
         anchors = (
             self.fedavg.anchoring.download(state.tensors) if isinstance(self.options, fedavg.AnchoredOptions) else ()
         )

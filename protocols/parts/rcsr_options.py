@@ -13,14 +13,10 @@ from fedmq.config.sections import Count, Fraction, NonNegative, Positive
 from protocols.parts import personal_adapter
 from protocols.parts.losses import TauOptions
 
-#: Departures of the defaults from the paper's equations. Its text masks the fillers of eq 8, but not those of eqs 9 and
-#: 11. Its values of table 3 are the defaults, here and in the section training.
-_PRINTED: Mapping[str, object] = {
-    "proto_unit": False,
+#: Where both the paper and the released code differ from the defaults. The values of the paper's table 3 are defaults.
+_PUBLISHED: Mapping[str, object] = {
     "masked_ema": False,
     "router_over": "reporters",
-    "fair_update": "paper",
-    "fair_center": False,
     "branch_renorm": False,
     "backbone.head": "mlp",
 }
@@ -59,17 +55,13 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
         masked_pc: leave fillers out of eq 8; if false, include them as printed.
-        masked_ac: compute eq 9 over the paired silos alone, with renormalised weights; if false, over all silos, as
-            printed. A silo that lacks a modality has a filler at one end of its direction, which brings it near the
-            global direction: the printed eq 9 raises the weights of these silos.
+        masked_ac: compute eq 9 over the paired silos alone; if false, over all silos, as printed.
         eq9_half: halve eq 9, as the released code does.
         router_softplus: apply softplus to the router's loss, as the released code does.
         router_rate: learning rate of the router's Adam optimiser.
-        router_warmup_rate: learning rate of the router during the warm-up, in which its weights are not used. 0 leaves
-            it untrained, as printed: the first merge after the warm-up uses the router's initial parameters.
-        router_losses: losses that the router sees: ``raw``, as printed, or ``normalised`` as in eq 10, divided by the
-            running mean of their group of silos (paired, image only, text only); without ``minimax``, by the group's
-            mean in the router's pool. A raw loss tells the router whether a silo is paired.
+        router_warmup_rate: learning rate of the router during the warm-up; 0 leaves it untrained, as printed.
+        router_losses: losses that the router sees: ``raw``, as printed, which tell it whether a silo is paired, or
+            ``normalised`` as in eq 10; without ``minimax``, by the mean of the silo's group in the router's pool.
         router_mask: ``input`` hides fillers from the router, ``none`` shows them; its input (``tokens`` in
             ``protocols/parts/router.py``) is both prototypes, their cosine, geometry, mask and loss.
         router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
@@ -83,13 +75,10 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
             that report in each of 200 merges reach 20 times the q of silos that report in a fifth of them. Set it to 0
             if silos report at different rates. At most 1 / fair_eta; above that q would oscillate.
         fair_ema: fraction of a group's old mean loss that a merge of a full round keeps.
-        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without the entropy; ``code``,
-            raw losses and q to the power 1 / (1 + fair_tau). Like the printed formula, ``paper`` has no bounds.
-            ``entropic`` clips a loss at 10 times its group's running mean, holds that mean between 0.1 and 1000 times
-            the median of the group's last losses, and treats a loss of at most 1e-6 as average: otherwise a single
-            outlier could dominate the merge, or distort its group's mean for the rest of the run.
-        fair_center: step q by the normalised loss minus 1, so that an average loss leaves q unchanged however often it
-            is reported; if false, by the normalised loss, as printed. Not used by ``code``, which takes raw losses.
+        fair_update: ``entropic``, an exact step with q's entropy and bounded losses; ``paper``, as printed, without
+            both; ``code``, raw losses and q to the power 1 / (1 + fair_tau).
+        fair_center: step q by the normalised loss minus 1; if false, by the normalised loss, as printed. Not used by
+            ``code``, which takes raw losses.
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
         personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
             ``router`` weights (eq 13).
@@ -112,19 +101,17 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "personal=router": ("s_norm",),
     }
     PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {
-        "printed": _PRINTED,
+        "printed": {**_PUBLISHED, "proto_unit": False, "fair_update": "paper", "fair_center": False},
         "released": {
-            **_PRINTED,
+            **_PUBLISHED,
             "warmup": 0,
             "ema": 0.95,
-            "proto_unit": True,
             "beta4": 0.1,
             "masked_pc": False,
             "eq9_half": True,
             "router_softplus": True,
             "router_mask": "none",
             "fair_update": "code",
-            "fair_center": True,  # it has no effect on raw losses
             "backbone.adapter_std": 0.001,
         },
         "ours": {

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fedmq.config.sections import Robust
 from fedmq.federation.protocol import Update
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, PartialDelta
 from protocols.parts.aggregation import module_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]
@@ -164,7 +164,11 @@ def robust_replies(
         changed = _replaced(updates, owners, active, modules, rule, left)
     result = list(replies)
     for (place, _), buffer in zip(sent, changed, strict=True):
-        result[place] = _with_update(replies[place], buffer)
+        payloads = (
+            replace(payload, buffer=buffer) if isinstance(payload, Delta | PartialDelta) else payload
+            for payload in replies[place].payloads
+        )
+        result[place] = replace(replies[place], payloads=tuple(payloads))
     return result
 
 
@@ -212,10 +216,3 @@ def _blocks(part: slice) -> list[slice]:
 def _update(reply: Update) -> Delta | PartialDelta | None:
     """A reply's update, if it has one."""
     return next((payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)), None)
-
-
-def _with_update(reply: Update, update: F32) -> Update:
-    def replaced(payload: Payload) -> Payload:
-        return replace(payload, buffer=update) if isinstance(payload, Delta | PartialDelta) else payload
-
-    return replace(reply, payloads=tuple(replaced(payload) for payload in reply.payloads))

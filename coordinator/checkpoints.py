@@ -149,10 +149,11 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
 
 
 def _write_state(path: Path, state: State) -> str:
-    """Write a state; returns the digest of its file."""
-    tensors, written = {_THETA: state.theta, **{_PREFIX + name: each for name, each in state.tensors.items()}}, blake3()
-    write_tensors(path, tensors, written=written.update)
-    return written.hexdigest()
+    """Write a state; returns the BLAKE3 digest (hex) of its file."""
+    tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
+    hashed = blake3()
+    write_tensors(path, tensors, on_written=hashed.update)
+    return hashed.hexdigest()
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -221,7 +221,10 @@ def _optional_keys(
 
 
 def _below_start(loop: Loop) -> BelowStart | None:
-    """The metric in which the last evaluation of the shared model is below the first, as far as the run trains it."""
+    """The metric by which the shared model ended worse than the untrained one; None if it did not.
+
+    None, too, if the run shares no model or did not evaluate it.
+    """
     scenario, evaluations = loop.run_context.scenario, shared_evaluations(read_metrics(loop.run_context.folder))
     if loop.run_context.traits.personal_only or not evaluations:
         return None

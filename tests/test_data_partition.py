@@ -14,7 +14,7 @@ from scipy.spatial.distance import jensenshannon
 from fedmq.config.scenario import Backbone, Data, Partition
 from fedmq.config.sections import MissingModality
 from fedmq.data import catalogue, partition
-from fedmq.data.labels import divergences
+from fedmq.data.labels import label_divergences
 from fedmq.data.partition import at_least, deal, plan
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import all_present
@@ -449,7 +449,7 @@ def test_wrong_declarations_of_absent_features_are_refused(
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_the_divergence_of_a_silos_labels_is_the_one_of_scipy(counts: list[list[int]]) -> None:
     arrays = [np.array(row, np.int64) for row in counts]
-    found, whole = divergences(arrays), np.sum(arrays, axis=0)
+    found, whole = label_divergences(arrays), np.sum(arrays, axis=0)
     for own, value in zip(arrays, found, strict=True):
         if not own.any():
             assert value is None
@@ -458,5 +458,5 @@ def test_the_divergence_of_a_silos_labels_is_the_one_of_scipy(counts: list[list[
 
 
 def test_silos_with_the_same_share_of_each_label_do_not_diverge_and_single_labels_do() -> None:
-    assert divergences([np.array([2, 4]), np.array([1, 2])]) == [0.0, 0.0]
-    assert divergences([np.array([5, 0]), np.array([0, 5])]) == [pytest.approx(0.3113, abs=1e-4)] * 2
+    assert label_divergences([np.array([2, 4]), np.array([1, 2])]) == [0.0, 0.0]
+    assert label_divergences([np.array([5, 0]), np.array([0, 5])]) == [pytest.approx(0.3113, abs=1e-4)] * 2

@@ -53,7 +53,7 @@ def test_large_data_are_rehearsed_in_part_with_the_same_traffic(tiny: Path, monk
         ),
     )
     part = estimates.estimate(run, population)
-    assert whole.whole and not part.whole and part.rehearsed
+    assert whole.on_all_items and not part.on_all_items and part.rehearsed
     assert [min(8, len(rows)) for rows in population.train] == list(seen[0][:-1])
     assert 10 <= seen[0][-1] < len(population.evaluated)
     assert (part.down, part.up, part.tasks) == (whole.down, whole.up, whole.tasks)

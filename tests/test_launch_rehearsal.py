@@ -1,4 +1,4 @@
-"""``fedmq scenario --check`` names what of a scenario changes nothing: it repeats the first rounds without it."""
+"""``fedmq scenario --check`` warns of settings without effect: it repeats the first rounds without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import protocols
 from fedmq.cli import main as cli
 from fedmq.config.resolve import read, resolve
 from fedmq.federation.population import build_population
-from fedmq.launch.rehearsal import Finding, remarks
+from fedmq.launch.rehearsal import Finding, check_warnings
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +22,8 @@ def found(file: Path, *settings: str, merges: int = 2) -> Mapping[Finding, list[
     """The warnings of a scenario in which all silos train in each round, by what they are about."""
     run = resolve(read(file, ("participation=1", *settings)), protocols)
     population = build_population(run.scenario, pooled=run.pooled)
-    made = list(remarks(run, population, merges, most=1000))
-    return {each: [remark.text for remark in made if remark.finding is each] for each in Finding}
+    made = list(check_warnings(run, population, merges, most=1000))
+    return {each: [warning.text for warning in made if warning.finding is each] for each in Finding}
 
 
 SINGLE, SEVERAL = "training.batch_size=128", "training.batch_size=4"
@@ -32,22 +32,24 @@ SINGLE, SEVERAL = "training.batch_size=128", "training.batch_size=4"
 def test_fedprox_is_fedavg_if_tasks_are_single_steps(tiny: Path) -> None:
     single = found(tiny, "protocol={name: fedprox, mu: 0.5}", SINGLE)
     (equal,) = single[Finding.EQUALS_FEDAVG]
-    assert equal.startswith("fedprox is FedAvg here: after 2 rounds") and equal.endswith("to the bit")
+    assert equal.startswith("fedprox is FedAvg here: after 2 rounds") and equal.endswith("is bit-identical to FedAvg's")
     assert single[Finding.OPTION_WITHOUT_EFFECT] == [
-        "protocol.mu: 0.5 changes no bit of the first 2 rounds against mu: 0"
+        "protocol.mu: 0.5 has no effect in the first 2 rounds: with 0 they are bit-identical"
     ]
     assert len(single[Finding.ONE_STEP_TASKS]) == 1
     assert not any(found(tiny, "protocol={name: fedprox, mu: 0.5}", SEVERAL).values())
 
 
-def test_a_method_that_differs_by_less_than_a_thousandth_of_the_movement_is_nearly_fedavg(tiny: Path) -> None:
+def test_a_method_whose_model_is_within_a_thousandth_of_fedavgs_is_nearly_fedavg(tiny: Path) -> None:
     def equal(mu: float) -> list[str]:
         # Adam would give parameters whose only gradient is that of the proximal term the same steps whatever mu is.
         sgd = ("training.optimizer=sgd", "training.learning_rate=0.05", SEVERAL)
         return list(found(tiny, f"protocol={{name: fedprox, mu: {mu}}}", *sgd)[Finding.EQUALS_FEDAVG])
 
     (line,) = equal(1e-3)
-    assert line.startswith("fedprox is nearly FedAvg here") and line.endswith("of the movement")
+    assert line.startswith("fedprox is nearly FedAvg here") and line.endswith(
+        "of FedAvg's distance to the initial model"
+    )
     assert equal(1) == []
 
 
@@ -68,7 +70,7 @@ def test_parts_that_begin_later_are_switched_on_for_the_comparison(tiny: Path) -
 def test_what_is_personal_or_takes_long_is_not_compared_with_fedavg(tiny: Path) -> None:
     assert found(tiny, "protocol=local", SEVERAL)[Finding.EQUALS_FEDAVG] == []
     (line,) = found(tiny, SEVERAL, merges=0)[Finding.NOT_COMPARED]
-    assert "a task takes long" in line
+    assert "a task takes too long" in line
 
 
 def test_a_personal_option_has_an_effect_by_the_silos_states(tiny: Path) -> None:

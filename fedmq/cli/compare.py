@@ -38,7 +38,7 @@ _PLAIN_SECONDS = 30.0
 _SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
 _EXTENSIONS = 3
 #: Options that have an effect only with ``--select``.
-_OF_CHOICE = ("select_rounds", "select_seed", "extensions")
+_SELECT_OPTIONS = ("select_rounds", "select_seed", "extensions")
 
 Files = Annotated[
     list[Path],
@@ -101,8 +101,8 @@ class Options:
         typer.Option(
             "--extensions",
             min=0,
-            help="How often --select tries further values if a chosen number is at the edge of its list, for all rows "
-            f"equally many; {_EXTENSIONS} by default.",
+            help="How often --select extends a list of numbers if the chosen one is at its edge; all rows get the same "
+            f"number of further trials; {_EXTENSIONS} by default.",
         ),
     ] = None
     metric: Annotated[
@@ -146,8 +146,8 @@ class Options:
         typer.Option(
             "--yardstick",
             metavar="KIND",
-            help="Add a row: a linear model of the frozen features, trained on the pooled data. classes: logistic "
-            "regressions, ranked by class probabilities; pairs: canonical correlations, without labels.",
+            help="Add a row: a linear model on the frozen features of the pooled data. classes: a logistic regression "
+            "per modality, ranked by class probabilities; pairs: canonical correlation analysis, without labels.",
         ),
     ] = None
     jobs: Annotated[
@@ -230,7 +230,7 @@ def _merged_options(options: Options) -> Options:
 def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
     """A comparison file's options, overridden by the command line's."""
     # Only zero_shot is false if it is not given.
-    single = ("seeds", "metric", "baseline", "across", "zero_shot", "runs", *_OF_CHOICE)
+    single = ("seeds", "metric", "baseline", "across", "zero_shot", "runs", *_SELECT_OPTIONS)
     missing = [name for name in single if getattr(options, name) is None or getattr(options, name) is False]
     return replace(
         options,
@@ -281,13 +281,13 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
         if options.select_rounds is not None and any(variation.key == "rounds" for variation in select):
             allowed = "one of them: both set the rounds of those runs"
             raise InputError("--select rounds", "together with --select-rounds", allowed)
-        for option, given in ((f"--{name.replace('_', '-')}", getattr(options, name)) for name in _OF_CHOICE):
+        for option, given in ((f"--{name.replace('_', '-')}", getattr(options, name)) for name in _SELECT_OPTIONS):
             if given is not None and not select:
                 raise InputError(option, given, "it has an effect only with --select")
         chosen = [entry for entry in made.entries if len(entry.candidates) > 1]
         splits = {resolve(entry.file, list(entry.settings), None).scenario.evaluation.split for entry in chosen}
-        masks = [resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries]
-        same_mask = len(seeds) > 1 and any(mask.rate and mask.seed is not None for mask in masks)
+        missing = [resolve(entry.file, list(entry.settings), None).scenario.missing_modality for entry in made.entries]
+        same_mask = len(seeds) > 1 and any(each.rate and each.seed is not None for each in missing)
         made = replace(made, measured_on_validation="val" in splits, same_mask=same_mask)
         summary.baselines(made)
         summary.check_across(made)

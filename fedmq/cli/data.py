@@ -205,13 +205,14 @@ def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
     """Print the data of each silo and, if the table is small enough, its items by label."""
     from fedmq.runs.result_limits import ONE_STEP_TASKS, about_silos  # noqa: PLC0415
 
-    table = Table(Column("silo", overflow="fold"), "modalities", "samples", "steps a task", "held out", "JS divergence")
+    columns = ("modalities", "samples", "steps per task", "held out", "JS divergence")
+    table = Table(Column("silo", overflow="fold"), *columns)
     for name, silo in silos.items():
         alone = ((silo.image_only, "image only"), (silo.text_only, "text only"))
         kinds = ", ".join(f"{count} {kind}" for count, kind in alone if count)
         samples = f"{silo.samples} ({kinds})" if kinds else str(silo.samples)
-        apart = "-" if silo.label_divergence is None else f"{silo.label_divergence:.3f}"
-        facts = (samples, str(silo.steps), str(silo.heldout), apart)
+        divergence = "-" if silo.label_divergence is None else f"{silo.label_divergence:.3f}"
+        facts = (samples, str(silo.steps), str(silo.heldout), divergence)
         table.add_row(escape(name), " + ".join(silo.modalities), *facts)
     out.print(table)
     print_line(about_silos([(silo.samples, silo.steps, silo.label_divergence) for silo in silos.values()]))

@@ -76,8 +76,8 @@ CheckOnly = Annotated[
     bool,
     typer.Option(
         "--check",
-        help="Print what would run, with estimates of time, memory and traffic and what of it changes nothing (with "
-        "--json only these), and exit.",
+        help="Print what would run, estimates of time, memory and traffic, and warnings of settings without effect "
+        "(with --json only estimates and warnings), and exit.",
     ),
 ]
 Profiled = Annotated[

@@ -176,7 +176,8 @@ def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path]) -> None:
             err.print(f"[red]failed[/red] no trial of {escape(method.name)} finished", soft_wrap=True)
             continue
         for key, value in tuning.at_edge(method, tuned.best[method.name]).items():
-            line = f"{method.name}: the best {key}, {_short(value)}, is at the edge of what was searched: widen that"
+            what = f"{method.name}: the best {key}, {_short(value)}"
+            line = f"{what}, is at the edge of what was searched; widen the search"
             err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
     if files:
         command = shlex.join(["fedmq", "compare", *map(str, files.values()), "--seeds", "0,1,2"])

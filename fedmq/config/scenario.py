@@ -206,9 +206,9 @@ class Partition(Part):
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
     sizes: Literal["proportional", "equal", "dirichlet"] = Field(
         "proportional",
-        description="sizes of the silos. proportional: as their distributions over the groups give, n_gk = n_g p_gk / "
-        "sum_j p_gj for dir_clusters, equal for iid. equal: n/K items each, sampled in turn. dirichlet: sizes from a "
-        "Dirichlet distribution. The last two only with dir_clusters and iid",
+        description="sizes of the silos. proportional: each group is divided in proportion to the silos' shares of it, "
+        "n_gk = n_g p_gk / sum_j p_gj, with dir_clusters; equal sizes with iid. equal: n/K items each, sampled by the "
+        "silos in turn. dirichlet: sizes from a Dirichlet distribution. equal and dirichlet need dir_clusters or iid",
     )
     sizes_alpha: Positive = Field(0.5, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
     least: Count = Field(1, description="minimum training items of a silo; smaller silos take items from the largest")
@@ -242,8 +242,8 @@ class Training(Part):
         0.0,
         ge=0.0,
         le=0.9,
-        description="fraction of a paired silo's pairs on which no method trains, for methods that weight replies by "
-        "a measurement at the silo",
+        description="fraction of a paired silo's pairs that no method trains on; methods that weight replies by a "
+        "measurement at the silo measure on them",
     )
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
         "cosine", description="learning rate over the rounds: decay to `decay_to`, decay in steps, or constant"

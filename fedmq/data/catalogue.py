@@ -49,7 +49,7 @@ class DataSet:
     labels: int = 0  # number of labels of these items; 0 if there are none or it varies
     # It comes from an installed package: no path is needed, and its files are read in this process.
     packaged: bool = False
-    # Columns of a packaged set by which ``partition.kind column`` makes silos.
+    # Columns of a packaged set, one of which ``partition.column`` can name.
     columns: tuple[str, ...] = ()
 
     def read(self, data: Data) -> RawSet:
@@ -147,7 +147,7 @@ SETS: Mapping[str, DataSet] = {
         packaged=True,
     ),
     "families": DataSet(
-        "about 4,100 icons of five families in eight styles, with their names; columns style and family name the sites",
+        "about 4,100 icons of five families in eight styles, with names; columns style and family give natural silos",
         "families.read_families",
         packaged=True,
         columns=("style", "family"),

@@ -49,27 +49,27 @@ def counts_of(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dic
     return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
 
 
-def divergences(counts: Sequence[Array]) -> list[float | None]:
+def label_divergences(counts: Sequence[Array]) -> list[float | None]:
     """Jensen-Shannon divergence [bits, 0 to 1] of each silo's labels from those of all silos together.
 
     Args:
-        counts: int64 [L] of each silo, the number of its items of each label.
+        counts: for each silo, int64 [L], its number of items with each label.
 
     Returns:
-        A number for each silo; None for a silo without labels.
+        The divergence of each silo; None for a silo without labels.
     """
-    whole = np.sum(counts, axis=0) / max(1, np.sum(counts))
-    found: list[float | None] = []
+    overall = np.sum(counts, axis=0) / max(1, np.sum(counts))
+    divergences: list[float | None] = []
     for own in counts:
         if not own.any():
-            found.append(None)
+            divergences.append(None)
             continue
         share = own / own.sum()
-        middle = (share + whole) / 2
-        # scipy.spatial.distance.jensenshannon is its root; importing that takes every run a quarter of a second.
-        parts = (np.sum(each[each > 0] * np.log2(each[each > 0] / middle[each > 0])) for each in (share, whole))
-        found.append(max(0.0, float(sum(parts)) / 2))
-    return found
+        mixture = (share + overall) / 2
+        # scipy.spatial.distance.jensenshannon is the square root; its import would add a quarter of a second to a run.
+        parts = (np.sum(each[each > 0] * np.log2(each[each > 0] / mixture[each > 0])) for each in (share, overall))
+        divergences.append(max(0.0, float(sum(parts)) / 2))
+    return divergences
 
 
 def strings_in(place: str, value: Array, count: int) -> tuple[str, ...]:

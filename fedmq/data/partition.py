@@ -42,7 +42,7 @@ class PartitionPlan:
     # 1); with ``dir_clusters``, column k is silo k's distribution over groups (columns sum to 1).
     proportions: F64
     seed: int
-    shares: F64  # float64 [K], each silo's share of the items with ``partition.sizes: dirichlet``, else equal ones
+    shares: F64  # float64 [K], share of the items of each silo: drawn with ``partition.sizes: dirichlet``, else 1 / K
 
 
 # --------------------------------------------------------------------------- groups
@@ -178,7 +178,7 @@ def _equal_sizes(total: int, silos: int) -> list[int]:
 
 
 def _sizes(plan_: PartitionPlan, total: int) -> list[int]:
-    """Each silo's number of samples of a split of ``total`` ones, unless its distribution gives it."""
+    """Number of a split's ``total`` samples for each silo; ``partition.sizes: proportional`` counts as ``equal``."""
     if plan_.partition.sizes != "dirichlet":
         return _equal_sizes(total, plan_.silos)
     sizes: list[int] = split_counts([total], plan_.shares[None])[0].tolist()
@@ -186,17 +186,19 @@ def _sizes(plan_: PartitionPlan, total: int) -> list[int]:
 
 
 def _turns(plan_: PartitionPlan, total: int) -> list[int]:
-    """Silo of each of the ``total`` draws: each silo's turns are spread evenly over all of them."""
+    """The silo whose turn it is in each of the ``total`` draws; the turns of a silo are spread evenly."""
     sizes = _sizes(plan_, total)
     if plan_.partition.sizes == "equal":
         return [drawn % plan_.silos for drawn in range(total)]
-    when = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
-    turns: list[int] = np.repeat(np.arange(plan_.silos), sizes)[np.argsort(when, kind="stable")].tolist()
+    times = np.concatenate([(np.arange(size) + 0.5) / max(size, 1) for size in sizes])
+    turns: list[int] = np.repeat(np.arange(plan_.silos), sizes)[np.argsort(times, kind="stable")].tolist()
     return turns
 
 
 def _in_turn(groups: I64, proportions: F64, turns: Sequence[int], generator: np.random.Generator) -> list[I64]:
-    """Silo datasets of given sizes, sampled without replacement; ``turns`` has the silo of each draw.
+    """Rows of each silo, sampled without replacement in turns.
+
+    ``turns`` names the silo of each draw, so a silo gets as many samples as it has turns.
 
     In its turn a silo samples a group from its distribution, renormalised over the groups that still have samples, and
     takes the next of the group's shuffled samples. Taking turns keeps the last silos from receiving only leftovers. A

@@ -103,13 +103,16 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
 
 
 def validation_split(rows: I64, share: float, seed: int, silo: str) -> tuple[I64, I64]:
-    """A silo's rows that methods train on, at least one, and those that ``training.validation`` holds out, ascending.
+    """Divide a silo's pairs into those that methods train on and those that ``training.validation`` holds out.
 
     Args:
         rows: int64 [m], the silo's pairs, ascending.
         share: fraction to hold out; 0 in a silo that lacks a modality.
         seed: the scenario's seed.
         silo: the silo's name.
+
+    Returns:
+        Rows for training, of which at least one remains, and rows that are held out; int64, ascending.
     """
     held = min(round(share * len(rows)), max(0, len(rows) - 1))
     order = numpy_generator(seed, "validation", silo).permutation(len(rows)) if held else np.arange(len(rows))

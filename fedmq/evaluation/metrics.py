@@ -210,7 +210,7 @@ class Measure:
 
     @cached_property
     def _entries(self) -> dict[str, Metric | None]:
-        """Entries of the values computed so far, by name."""
+        """The entry of each value computed so far, by the value's name; None if it has none."""
         return {}
 
     def of(self, items: Measured) -> dict[str, float]:
@@ -375,6 +375,7 @@ def _known(name: str) -> Metric | None:
 
 
 def _entry(name: str, custom: Iterable[Metric]) -> Metric | None:
+    """The entry of a built-in or user-defined metric; None if there is no such metric."""
     return _known(name) or _found(name, custom)
 
 

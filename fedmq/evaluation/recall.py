@@ -23,8 +23,8 @@ I64 = npt.NDArray[np.int64]
 #: The metric that every evaluation has; fairness over silos is computed from it.
 HEADLINE = "mean_r1"
 RECALLS = (1, 5, 10)
-#: Number of distinct images per block of scores; the number of captions is as many times larger as there are more of
-#: them, up to a limit. Blocks bound memory, and products of this size are fast.
+#: Number of distinct images in a block of scores, and maximum number of captions in it: if images have k captions each,
+#: a block has k times as many captions as images. Blocks bound memory, and products of this size are fast.
 BLOCK, MOST_CAPTIONS = 512, 4096
 
 
@@ -52,19 +52,19 @@ def tied(scores: npt.NDArray[Any], first: I64 | None) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Items:
-    """The items of a modality, by distinct vector: equal vectors are scored once, so that their scores are equal."""
+    """The items of a modality, grouped by vector: equal vectors are scored once, so that their scores are equal."""
 
     vectors: npt.NDArray[Any]  # [n, d], of all items
-    distinct: I64  # int64 [u], an item with each of the distinct vectors
-    place: I64  # int64 [n], each item's vector among the distinct ones
-    order: I64  # int64 [n], the items by vector, those with the same one ascending
-    starts: I64  # int64 [u + 1], where the items of each vector begin in ``order``
-    keys: I64  # int64 [n], ascending, vector * n + item in this order
+    distinct: I64  # int64 [u], for each distinct vector, an item that has it
+    place: I64  # int64 [n], index of each item's vector in ``distinct``
+    order: I64  # int64 [n], the items sorted by ``place``, and by index if they have the same vector
+    starts: I64  # int64 [u + 1], where the items of each distinct vector begin in ``order``
+    keys: I64  # int64 [n], place * n + item of the items in ``order``, ascending
     block: int  # number of distinct vectors in a block
 
     @classmethod
     def of(cls, vectors: npt.NDArray[Any], by: I64, block: int) -> _Items:
-        """Items whose distinct vectors are in the order of a number ``by`` of each item, int64 [n]."""
+        """Group items by vector; the distinct vectors are sorted by ``by``, int64 [n], a number of each item."""
         n, items = len(vectors), np.arange(len(vectors))
         first = first_of_rows(vectors)
         first = items if first is None else first
@@ -82,42 +82,43 @@ class _Items:
         return iter(range(-(-len(self.distinct) // self.block)))
 
     def span(self, block: int) -> tuple[int, int]:
-        """The distinct vectors of a block, from and to."""
+        """First index in ``distinct`` of a block's vectors, and the index after the last one."""
         start = block * self.block
         return start, min(start + self.block, len(self.distinct))
 
     def rows(self, block: int) -> npt.NDArray[Any]:
-        """The distinct vectors of a block."""
+        """The distinct vectors of a block, [b, d]."""
         return self.vectors[self.distinct[slice(*self.span(block))]]
 
 
 def _scores(image: npt.NDArray[Any], text: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Scores of distinct images [a, d] and captions [b, d]: [a, b]; NaN becomes the lowest score."""
+    """Scores [a, b] of images [a, d] and captions [b, d]; NaN becomes the lowest score."""
     scores = image @ text.T
     return np.where(np.isnan(scores), -np.inf, scores) if np.isnan(scores.max(initial=-np.inf)) else scores
 
 
 def _own_scores(images: _Items, texts: _Items, owner: I64) -> npt.NDArray[Any]:
-    """The score of each caption [m] with its image, from the same blocks as all other scores.
+    """The score of each caption with its image, [m].
 
-    The captions are in the order of their images, so that only few blocks have such a score.
+    It is computed in the same blocks as all other scores, so that it has the same bits. The distinct captions are
+    sorted by image, so that few blocks hold such a score.
     """
     own = np.empty(len(owner), np.result_type(images.vectors, texts.vectors))
     row, column = images.place[owner], texts.place
-    across = max(1, len([*texts.blocks()]))
-    block = row // images.block * across + column // texts.block
+    text_blocks = max(1, len([*texts.blocks()]))
+    block = row // images.block * text_blocks + column // texts.block
     order = np.argsort(block, kind="stable")
     for held in np.split(order, np.flatnonzero(np.diff(block[order])) + 1):
         if len(held):
-            one, other = divmod(int(block[held[0]]), across)
-            scores = _scores(images.rows(one), texts.rows(other))
-            own[held] = scores[row[held] - images.span(one)[0], column[held] - texts.span(other)[0]]
+            image_block, text_block = divmod(int(block[held[0]]), text_blocks)
+            scores = _scores(images.rows(image_block), texts.rows(text_block))
+            own[held] = scores[row[held] - images.span(image_block)[0], column[held] - texts.span(text_block)[0]]
     return own
 
 
 @dataclass(frozen=True, eq=False)
 class _Ranking:
-    """Counts, for each query, the items that rank before its best positive, block by block."""
+    """Counts the items that rank before each query's best positive, block by block."""
 
     queries: _Items
     gallery: _Items
@@ -137,7 +138,7 @@ class _Ranking:
 
     def _add(self, scores: npt.NDArray[Any], queries: I64, start: int, end: int) -> None:
         best, first, starts = self.best[queries, None], self.first[queries], self.gallery.starts[start : end + 1]
-        # The vectors of several items, and the number of those after the first.
+        # Vectors that several items share, and the number of items of each after the first.
         several = np.flatnonzero(np.diff(starts) > 1)
         further = np.diff(starts)[several] - 1
         above = scores > best
@@ -165,7 +166,8 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
 
     Ties are broken by gallery index. NaN counts as the lowest score, so that a diverged model ranks nothing first. No
     sort is needed: the rank of a query's best positive is the number of items with a higher score plus those with the
-    same score before it. Each score is computed once, for both directions, and those of positives twice.
+    same score before it. Each score is computed once for both directions, except that those of positives are computed
+    twice.
 
     Args:
         image: [n, d] unit-length embeddings.
@@ -186,20 +188,20 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
         raise ValueError("owner: an image without a caption")
     if not len(zi):
         return i2t, t2i
-    across = min(MOST_CAPTIONS, max(1, BLOCK * len(zt) // len(zi)))
-    images, texts = _Items.of(zi, np.arange(len(zi)), BLOCK), _Items.of(zt, own, across)
+    captions_per_block = min(MOST_CAPTIONS, max(1, BLOCK * len(zt) // len(zi)))
+    images, texts = _Items.of(zi, np.arange(len(zi)), BLOCK), _Items.of(zt, own, captions_per_block)
     scores = _own_scores(images, texts, own)
     captions = np.argsort(own, kind="stable")
     begins = np.searchsorted(own[captions], np.arange(len(zi)))
     best = np.maximum.reduceat(scores[captions], begins)
     firsts = np.minimum.reduceat(np.where(scores == best[own], np.arange(len(zt)), len(zt))[captions], begins)
     by_image, by_text = _Ranking(images, texts, best, firsts, i2t), _Ranking(texts, images, scores, own, t2i)
-    for one in images.blocks():
-        rows = images.rows(one)
-        for other in texts.blocks():
-            block = _scores(rows, texts.rows(other))
-            by_image.add(block, one, other)
-            by_text.add(block.T, other, one)
+    for image_block in images.blocks():
+        rows = images.rows(image_block)
+        for text_block in texts.blocks():
+            block = _scores(rows, texts.rows(text_block))
+            by_image.add(block, image_block, text_block)
+            by_text.add(block.T, text_block, image_block)
     return i2t, t2i
 
 

@@ -25,7 +25,7 @@ from fedmq.config.sections import MissingModality, Modality
 from fedmq.data import partition
 from fedmq.data.extract import ExtractionPlan
 from fedmq.data.item_digests import ItemDigests, salted_digest
-from fedmq.data.labels import divergences, fine_columns
+from fedmq.data.labels import fine_columns, label_divergences
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, Present, open_prepared
 from fedmq.data.silo_dataset import (
@@ -106,15 +106,15 @@ class Population:
 
     @cached_property
     def label_divergence(self) -> dict[str, float]:
-        """Jensen-Shannon divergence [bits] of each silo's training labels from those of all silos, where it has some.
+        """Jensen-Shannon divergence [bits] of a silo's training labels from those of all silos, by name of the silo.
 
-        Of labels of two levels, the lower one counts.
+        Silos without labels are left out. If labels have two levels, those of the finer level count.
         """
         labels, columns = self.prepared.labels, fine_columns(self.prepared.label_names)
         if labels is None or len(self.silos) == 1:
             return {}
         counts = [np.asarray(labels[rows])[:, columns].sum(axis=0, dtype=np.int64) for rows in self.train]
-        found = zip(self.silos, divergences(counts), strict=True)
+        found = zip(self.silos, label_divergences(counts), strict=True)
         return {silo.name: value for silo, value in found if value is not None}
 
     def counts_of(self, silo: SiloFacts) -> Counts:

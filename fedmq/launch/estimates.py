@@ -1,7 +1,7 @@
 """What a scenario would run, and estimates of its time, memory and traffic: ``fedmq scenario --check``.
 
-The first rounds are carried out in this process and discarded (:mod:`fedmq.launch.rehearsal`); if a step is long, only
-a single training step. ``python -m benchmarks --only estimates`` compares the estimates with runs.
+The first rounds are carried out in this process and discarded (:mod:`fedmq.launch.rehearsal`). If steps take long, a
+single one is measured instead. ``python -m benchmarks --only estimates`` compares the estimates with runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.launch.preflight import FirstStep, sent_payloads
 from fedmq.launch.preparation import planned
 from fedmq.launch.processes import limits_here, plan_hosting
-from fedmq.launch.rehearsal import Answer, Rehearsal, rehearse, remarks, size_of
+from fedmq.launch.rehearsal import Answer, Rehearsal, check_warnings, rehearse, size_of
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, duration_text, size_text
 from silos.tasks import Silo, SiloArguments
 
-#: Time of a rehearsed round [s], by which silos train on a part of their items.
+#: Intended time of a rehearsed round [s]; it decides how many of their items silos train on.
 _ROUND_SECONDS = 1.5
 
 
@@ -101,7 +101,7 @@ def explain(run: ResolvedRun, progress: Progress | None) -> Iterator[str]:
 
 
 def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
-    """The estimates, and what of the scenario changes nothing (``warnings``), as plain data.
+    """The estimates, and the warnings of settings without effect (``warnings``), as plain data.
 
     Raises:
         InputError: the scenario cannot run on its data, or its features are not extracted yet.
@@ -113,7 +113,7 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
     found = estimate(run, population)
     return {
         **asdict(found),
-        "warnings": [asdict(each) for each in remarks(run, population, found.merges, found.most_items)],
+        "warnings": [asdict(each) for each in check_warnings(run, population, found.merges, found.most_items)],
     }
 
 
@@ -158,9 +158,8 @@ class Estimate:
     seconds: float  # mean time of a task in its silo [s]
     rehearsed: int  # number of tasks that were carried out; 0 if a step was measured only
     merges: int  # number of merges that were carried out
-    # Number of items of each kind that a silo trained on at most in them; 0 if a step was measured only.
-    most_items: int
-    whole: bool  # whether they were carried out on all items, and not on a part of them
+    most_items: int  # maximum number of items of each kind in a silo's tasks; 0 if only a step was measured
+    on_all_items: bool  # false if the tasks or evaluations that were carried out had a part of the items
 
 
 def estimate(run: ResolvedRun, population: Population) -> Estimate:
@@ -208,7 +207,7 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         rehearsed=len(rehearsal.tasks),
         merges=rehearsal.merges,
         most_items=most,
-        whole=rehearsal.whole,
+        on_all_items=rehearsal.on_all_items,
     )
 
 
@@ -219,9 +218,9 @@ def _most_items(
     alone: Mapping[str, Answer],
     tasks: int,
 ) -> int:
-    """Number of items that a silo trains on in a rehearsal, so that a round of some tasks is short; 0 for no rehearsal.
+    """Maximum number of items of a silo in a rehearsal, so that a round of ``tasks`` tasks takes about a second.
 
-    A silo takes at least two steps. There is no rehearsal if these are long.
+    It is enough for two steps; if these take too long, it is 0: no rehearsal.
     """
     largest = {kind: max(len(population.train[silo.index]) for silo in kinds[kind]) for kind in alone}
     an_item = max((task.seconds / max(1, largest[kind]) for kind, task in alone.items()), default=0.0)
@@ -302,12 +301,12 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     yield f"estimated traffic: {size_text(found.down)} down, {size_text(found.up)} up"
     how = "one process" if not found.processes else f"{found.processes} silo processes and the others"
     yield f"estimated memory: {size_text(found.memory)} in {how}"
-    items = "" if found.whole else ", on a part of the items"
+    items = "" if found.on_all_items else ", on a part of the items"
     tasks = f"the first {found.rehearsed} tasks, carried out in this process{items}"
     basis = tasks if found.rehearsed else "one training step"
     yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
-    for remark in remarks(run, population, found.merges, found.most_items):
-        yield f"warning: {remark.text}"
+    for warning in check_warnings(run, population, found.merges, found.most_items):
+        yield f"warning: {warning.text}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The first rounds of a run, carried out in this process and discarded: what they take, and what changes nothing.
+"""The first rounds of a run, carried out in this process and discarded: their cost, and settings without effect.
 
 Nothing is sent, and what is written goes to a temporary folder.
 """
@@ -37,14 +37,14 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload, tensor_bytes
 from protocols.parts.training import steps_per_task
 
-#: Maximum number of merges of a rehearsal, the time after which it ends once something is merged, and the time after
-#: which it ends at the next task [s].
+#: Maximum number of merges of a rehearsal; the time after which it ends if it has merged something, and the time after
+#: which it ends at the next task in any case [s].
 _MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
-#: Number of evaluated items, and of those that they retrieve, in a rehearsal of a larger split.
+#: Number of queries, and of gallery items, to which a rehearsal reduces a larger split.
 _EVALUATED = 1000
 #: Time after which no further option is compared [s].
 _COMPARING_SECONDS = 60.0
-#: Difference of two models below which they count as equal, as a fraction of the distance that training moved them.
+#: Distance of two models below which they count as equal, as a fraction of FedAvg's distance to the initial model.
 _EQUAL = 1e-3
 
 
@@ -61,15 +61,15 @@ class Answer:
 
 @dataclass
 class Rehearsal:
-    """What the first rounds took."""
+    """The cost of the first rounds."""
 
     # The tasks in order; each silo's first one is slower, as libraries start up.
     tasks: list[Answer] = field(default_factory=list)
     evaluations: list[Answer] = field(default_factory=list)  # the evaluations in order
     merges: int = 0
     seconds: float = 0.0  # time of the rounds with their evaluations, as rehearsed [s]
-    answering: float = 0.0  # time of the silos and the evaluator in it [s]
-    whole: bool = True  # whether silos and evaluator had all items; otherwise the answers' times are extrapolated
+    answering: float = 0.0  # the part of it in which silos and evaluator worked [s]
+    on_all_items: bool = True  # false if silos or evaluator had a part of the items; times of answers are extrapolated
 
     @property
     def merge_seconds(self) -> float:
@@ -88,25 +88,25 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     Args:
         run: the run.
         population: its data and their partition.
-        most: number of items from which a silo trains on a part of them; its time is extrapolated.
+        most: a silo with more items trains on this many of each kind, and its time is extrapolated.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
     """
     found, began, part = Rehearsal(), time.monotonic(), part_of(population, run.scenario, most)
-    longer = (len(rows) / max(1, len(kept)) for rows, kept in zip(population.train, part.train, strict=True))
-    training = dict(zip(run.scenario.silo_names, longer, strict=True))
+    factors = (len(rows) / max(1, len(kept)) for rows, kept in zip(population.train, part.train, strict=True))
+    training = dict(zip(run.scenario.silo_names, factors, strict=True))
     evaluation = _evaluation_growth(population, part, run.scenario)
-    found.whole = set(training.values()) == {1.0} and evaluation == 1.0
+    found.on_all_items = set(training.values()) == {1.0} and evaluation == 1.0
 
     def timed(name: str, answer: PeerFunction, message: Message) -> tuple[Payload, ...]:
         asked = time.monotonic()
         payloads = answer(message)
         seconds = time.monotonic() - asked
         task = message.header.kind is Kind.TASK
-        whole = seconds * (training.get(name, 1.0) if task else evaluation)
+        extrapolated = seconds * (training.get(name, 1.0) if task else evaluation)
         kept = found.tasks if task else found.evaluations
-        kept.append(Answer(name, whole, size_of(message.payloads), size_of(payloads)))
+        kept.append(Answer(name, extrapolated, size_of(message.payloads), size_of(payloads)))
         found.answering += seconds
         return payloads
 
@@ -125,12 +125,12 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
 
 
 def part_of(population: Population, scenario: Scenario, most: int) -> Population:
-    """A population on parts of its data: every silo keeps items of each kind that it trains on.
+    """A population with a part of its data; every silo keeps items of each kind that it trains on.
 
     Args:
         population: the whole data.
         scenario: its scenario.
-        most: number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
+        most: maximum number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
     """
     train = []
     for silo in population.silos:
@@ -152,14 +152,14 @@ def _spread(rows: I64, most: int) -> I64:
 
 
 def _thinned(parts: Parts, whole: I64, fewest: int) -> tuple[Parts, I64]:
-    """Every n-th row of a split int64 [n], of which at least ``fewest`` remain, and of each silo's part of it."""
+    """Every k-th row of each silo's part of a split, and of the split, int64 [n]; at least ``fewest`` of it remain."""
     stride = max(1, len(whole) // fewest)
     kept = tuple(part[::stride] for part in parts)
     return kept, np.unique(np.concatenate([whole[::stride], *kept]))
 
 
 def _evaluation_growth(population: Population, part: Population, scenario: Scenario) -> float:
-    """How many times longer an evaluation takes on the whole data than on a part.
+    """By which factor an evaluation of all the data takes longer than one of the part.
 
     Items are embedded in linear and ranked in quadratic time; the estimate is the geometric mean of both.
     """
@@ -178,9 +178,10 @@ def _carry_out(
     note: Callable[[Status], None] = lambda status: None,
     over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Carry out a run without its faults in a folder, until ``over``; every request goes ``through`` a function.
+    """Carry out a run without its faults, in the folder ``place``, until ``over`` is true.
 
-    Silos and evaluator have the data of ``population``, which may be a part of the run's.
+    ``through`` answers every request, given the name and the function of its silo or evaluator. Silos and evaluator
+    have the data of ``population``, which may be a part of the run's.
     """
     run = replace(run, scenario=run.scenario.model_copy(update={"faults": (), "clock": "virtual"}))
 
@@ -192,51 +193,53 @@ def _carry_out(
     run_coordinator(arguments, status=note, stop_wanted=over, peers=peers)
 
 
-# ------------------------------------------------------------------------------------------------ what changes nothing
+# -------------------------------------------------------------------------------------------- settings without effect
 class Finding(StrEnum):
-    """What a check warns of."""
+    """Kind of a warning."""
 
     ONE_STEP_TASKS = "one_step_tasks"  # every task is one optimiser step
-    EQUALS_FEDAVG = "equals_fedavg"  # the method's model is FedAvg's, or nearly
-    OPTION_WITHOUT_EFFECT = "option_without_effect"  # an option that is set changes no bit
-    NOT_COMPARED = "not_compared"  # what could not be compared, and why
+    EQUALS_FEDAVG = "equals_fedavg"  # the method trains the same model as FedAvg, or nearly
+    OPTION_WITHOUT_EFFECT = "option_without_effect"  # an option that is set does not change a single bit
+    NOT_COMPARED = "not_compared"  # something could not be compared
 
 
 @dataclass(frozen=True)
-class Remark:
-    """A warning of a check."""
+class CheckWarning:
+    """A warning that a setting has no effect, or was not compared."""
 
     finding: Finding
     text: str  # one line for a reader
 
 
-def remarks(run: ResolvedRun, population: Population, merges: int, most: int) -> Iterator[Remark]:
-    """What of a scenario changes nothing: tasks of one step, a method that is FedAvg, options without effect.
+def check_warnings(run: ResolvedRun, population: Population, merges: int, most: int) -> Iterator[CheckWarning]:
+    """Warn of tasks of a single step, a method that is FedAvg, and options without effect.
 
-    The first rounds are carried out with every part of the method switched on from the first, then with FedAvg, and
-    then without each option that the scenario sets; all that is sent and kept is compared.
+    The first rounds are carried out with all parts of the method switched on from the start, then with FedAvg, and then
+    without each option that the scenario sets. Everything that is sent and stored is compared.
 
     Args:
         run: the scenario.
         population: its data.
-        merges: number of rounds; 0, because a task takes long, compares nothing.
-        most: number of items from which a silo trains on a part of them.
+        merges: number of merges to carry out; with 0, because tasks take too long, nothing is compared.
+        most: a silo with more items trains on this many of each kind.
     """
     counts = [len(population.train[silo.index]) for silo in population.silos]
     if {steps_per_task(run.scenario, count) for count in counts if count} == {1}:
-        yield Remark(Finding.ONE_STEP_TASKS, ONE_STEP_TASKS)
+        yield CheckWarning(Finding.ONE_STEP_TASKS, ONE_STEP_TASKS)
     if not merges:
-        yield Remark(Finding.NOT_COMPARED, "the method is not compared with FedAvg, nor its options: a task takes long")
+        yield CheckWarning(
+            Finding.NOT_COMPARED, "neither the method nor its options are compared: a task takes too long"
+        )
         return
     given, part = tuple(run.source.scenario.protocol.options), part_of(population, run.scenario, most)
     try:
-        run = _begun(run)
+        run = _all_parts_on(run)
         usual = _rounds(run, part, merges)
     except FedmqError as error:
-        yield Remark(Finding.NOT_COMPARED, f"the method and its options are not compared: {error}")
+        yield CheckWarning(Finding.NOT_COMPARED, f"the method and its options are not compared: {error}")
         return
-    yield from _beside_fedavg(run, part, usual)
-    yield from _without_options(run, given, part, usual)
+    yield from _compared_with_fedavg(run, part, usual)
+    yield from _compared_without_options(run, given, part, usual)
 
 
 @dataclass(frozen=True)
@@ -245,12 +248,12 @@ class _Rounds:
 
     merges: int
     theta: torch.Tensor  # float32 [P], the shared parameters after them
-    # Digests of all that was sent and kept, by what it is: payloads, states of the coordinator, states of silos.
+    # Digests of everything that was sent and stored, by name: payloads, states of the coordinator, states of silos.
     content: Mapping[str, object]
 
 
 def _rounds(run: ResolvedRun, population: Population, merges: int) -> _Rounds:
-    """Carry out a run of so many merges, with its last evaluation.
+    """Carry out a run of some ``merges``, with its last evaluation.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
@@ -274,7 +277,7 @@ def _rounds(run: ResolvedRun, population: Population, merges: int) -> _Rounds:
         _carry_out(run, population, place.root, through)
         saved = checkpoints.load(place.checkpoints)
         assert saved is not None  # noqa: S101 - the run is finished
-        # Of the tensors, not of the files, in which equal metadata may stand in another order.
+        # Digests of the tensors, not of the files: equal metadata may be in a different order.
         for file in sorted(place.checkpoints.rglob("*.safetensors")):
             content[str(file.relative_to(place.root))] = {
                 name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in load_aligned(file).items()
@@ -295,16 +298,16 @@ def _with_method(run: ResolvedRun, name: str, options: Mapping[str, object]) -> 
     return resolve(replace(run.source, scenario=scenario), protocols)
 
 
-def _begun(run: ResolvedRun) -> ResolvedRun:
-    """The run with the parts of its method that begin in a later round switched on from the first."""
+def _all_parts_on(run: ResolvedRun) -> ResolvedRun:
+    """The run with the parts of its method that begin in a later round switched on from the start."""
     choice = run.scenario.protocol
     facts = protocols.method_facts(choice, run.scenario.objective)
     later = {name: 0 for name, round_, _, _ in facts.begins if round_}
     return _with_method(run, choice.name, {**choice.options, **later}) if later else run
 
 
-def _beside_fedavg(run: ResolvedRun, population: Population, usual: _Rounds) -> Iterator[Remark]:
-    """A warning if the method's model after the first rounds is that of FedAvg with the same common options."""
+def _compared_with_fedavg(run: ResolvedRun, population: Population, usual: _Rounds) -> Iterator[CheckWarning]:
+    """Warn if FedAvg, with the same values of common options, trains the same model in the first rounds."""
     label, options = run.scenario.protocol.label, run.scenario.protocol.options
     if label == "fedavg" or run.pooled or run.personal_only:
         return
@@ -313,26 +316,26 @@ def _beside_fedavg(run: ResolvedRun, population: Population, usual: _Rounds) -> 
         plain = _with_method(run, "fedavg", {name: options[name] for name in common})
         average = _rounds(plain, population, usual.merges)
     except FedmqError as error:
-        yield Remark(Finding.NOT_COMPARED, f"{label} is not compared with FedAvg: {error}")
+        yield CheckWarning(Finding.NOT_COMPARED, f"{label} is not compared with FedAvg: {error}")
         return
     start = population.build_model(run.scenario, "cpu", ()).flat.detach()
-    apart, moved = (
+    distance, moved = (
         float(torch.linalg.vector_norm(average.theta - other, dtype=torch.float64)) for other in (usual.theta, start)
     )
-    after = f"after {counted(usual.merges, 'round')}, with every part of it switched on"
-    if apart == 0:
-        yield Remark(Finding.EQUALS_FEDAVG, f"{label} is FedAvg here: {after}, its model is FedAvg's to the bit")
-    elif moved and apart / moved < _EQUAL:
-        text = f"{label} is nearly FedAvg here: {after}, its model differs by {apart / moved:.1g} of the movement"
-        yield Remark(Finding.EQUALS_FEDAVG, text)
+    after = f"after {counted(usual.merges, 'round')} with all its parts switched on, its model"
+    if distance == 0:
+        yield CheckWarning(Finding.EQUALS_FEDAVG, f"{label} is FedAvg here: {after} is bit-identical to FedAvg's")
+    elif moved and distance / moved < _EQUAL:
+        share = f"{distance / moved:.1g} of FedAvg's distance to the initial model"
+        yield CheckWarning(Finding.EQUALS_FEDAVG, f"{label} is nearly FedAvg here: {after} differs by {share}")
 
 
-def _without_options(
+def _compared_without_options(
     run: ResolvedRun, given: Sequence[str], population: Population, usual: _Rounds
-) -> Iterator[Remark]:
-    """A warning for each ``given`` option that changes no bit of the first rounds."""
+) -> Iterator[CheckWarning]:
+    """Warn of each ``given`` option that does not change a single bit of the first rounds."""
     choice, began, took, left = run.scenario.protocol, time.monotonic(), 0.0, list[str]()
-    for name, other in _switched_off(run, given):
+    for name, other in _alternatives(run, given):
         if time.monotonic() - began + took > _COMPARING_SECONDS:
             left.append(name)
             continue
@@ -344,22 +347,22 @@ def _without_options(
             continue
         took = time.monotonic() - started
         if rounds.content == usual.content:
-            yield Remark(
+            yield CheckWarning(
                 Finding.OPTION_WITHOUT_EFFECT,
-                f"protocol.{name}: {choice.options[name]} changes no bit of the first "
-                f"{counted(usual.merges, 'round')} against {name}: {other}",
+                f"protocol.{name}: {choice.options[name]} has no effect in the first "
+                f"{counted(usual.merges, 'round')}: with {other} they are bit-identical",
             )
     if left:
-        yield Remark(
-            Finding.NOT_COMPARED, f"options that are not compared, as that takes long or fails: {', '.join(left)}"
+        yield CheckWarning(
+            Finding.NOT_COMPARED, f"options that are not compared, as that takes too long or fails: {', '.join(left)}"
         )
 
 
-def _switched_off(run: ResolvedRun, given: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Each ``given`` option, with the value to compare it with: off, or otherwise its default.
+def _alternatives(run: ResolvedRun, given: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Each ``given`` option with the value to compare it with: off, or otherwise its default.
 
-    A number is off at 0 and a flag at the other value. Left out are options without another value to compare with,
-    those of which the scenario's own check says that they have no effect, and those that say when a part begins.
+    Off is 0 for a number, and the other value for a flag. Three kinds of options are left out: those without another
+    value, those that the check of the scenario itself reports to have no effect, and those that say when a part begins.
     """
     choice = run.scenario.protocol
     facts, kind = protocols.method_facts(choice, run.scenario.objective), protocols.load(choice.name)

@@ -402,7 +402,11 @@ def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[
 
 
 def refuse_local_only(scenario: Scenario) -> None:
-    """Refuse shared memory, and the only fault that cannot be carried out on a cluster."""
+    """Refuse what only works on one machine: shared memory, and the fault ``freeze``.
+
+    Raises:
+        InputError: the scenario has one of them.
+    """
     if scenario.wire.transport == "shm":
         allowed = f"ipc with launcher {scenario.launcher}, whose processes are on several machines"
         raise InputError("wire.transport", "shm", allowed)

@@ -119,7 +119,7 @@ def name_some(names: Sequence[str]) -> str:
     return first_few(shown_names, _MANY) if len(shown_names) > _MANY else enumerated(shown_names)
 
 
-#: Why a run of such tasks says little about a method, and what to change.
+#: The warning of a scenario or run whose tasks are all single steps.
 ONE_STEP_TASKS = (
     "every task is one optimiser step, in which a proximal term or any other pull towards the downloaded model has no "
     "effect; a smaller training.batch_size or more training.local_epochs give more steps"
@@ -127,17 +127,17 @@ ONE_STEP_TASKS = (
 
 
 def about_silos(silos: Sequence[tuple[int, int | None, float | None]]) -> str:
-    """A line on the silos of a table: training items, optimiser steps of a task, and divergence of labels.
+    """A line about some silos: their training items, optimiser steps of a task, and divergence of labels.
 
     Args:
-        silos: each one's number of training items, its steps, and the Jensen-Shannon divergence [bits] of its labels
-            from those of all silos; None where it has none.
+        silos: for each silo, its number of training items, the steps of its tasks (None if it has no tasks), and the
+            Jensen-Shannon divergence [bits] of its labels from those of all silos (None without labels).
     """
     steps = [count for _, count, _ in silos if count is not None]
-    apart = [value for *_, value in silos if value is not None]
+    divergences = [value for *_, value in silos if value is not None]
     parts = [f"training items of a silo: {spread([items for items, _, _ in silos])}"]
     parts += [f"optimiser steps of a task: {spread(steps)}"] if steps else []
-    parts += [f"Jensen-Shannon divergence of labels: {spread(apart, '.3f')}"] if apart else []
+    parts += [f"Jensen-Shannon divergence of labels: {spread(divergences, '.3f')}"] if divergences else []
     return "; ".join(parts)
 
 

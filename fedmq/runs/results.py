@@ -129,7 +129,7 @@ class FinishedRun:
     """A finished run."""
 
     folder: RunFolder
-    summary: RunSummary | None  # its ``summary.json``; None without training: :meth:`untrained`, :meth:`with_figures`
+    summary: RunSummary | None  # its ``summary.json``; None of :meth:`untrained` and :meth:`with_figures`
     # What was measured, in order of versions; without an evaluator on the silos' own held-out items.
     evaluations: tuple[Evaluated, ...]
     custom_metrics: tuple[Metric, ...] = ()  # entries of the user-defined metrics that it measured
@@ -163,7 +163,10 @@ class FinishedRun:
         return replace(self, summary=None, evaluations=(first._replace(figures=shared),))
 
     def with_figures(self, figures: Mapping[str, object]) -> FinishedRun:
-        """Figures of something else, which was measured on the same items before the run: no training, no time."""
+        """Replace the run's evaluations by the figures of a model that it did not train, e.g. a yardstick's.
+
+        They count as an evaluation of version 0 at time 0.
+        """
         return replace(self, summary=None, evaluations=(Evaluated(0, 0.0, figures),))
 
     def time_to(self, target: Target) -> float | None:

@@ -285,19 +285,19 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
     mode: int = 0o600,
-    written: Callable[[bytes | memoryview], object] = lambda _: None,
+    on_written: Callable[[bytes | memoryview], object] = lambda _: None,
 ) -> None:
     """Write a safetensors file, byte for byte as the library does.
 
-    The library copies each tensor twice and lets no other thread of the process run while it writes: a third of the
-    time of a run in one process.
+    The library copies each tensor twice and blocks the other threads of the process while it writes, which took a third
+    of the time of a run in one process.
 
     Args:
         path: the file.
         tensors: its content.
         metadata: texts by name that it also holds.
         mode: permissions of a new file, before the umask; by default only its owner can read it.
-        written: called with each part of the file in turn, e.g. to hash it.
+        on_written: called with each part of the file once it is written, e.g. to hash it.
 
     Raises:
         OSError: it cannot be written.
@@ -318,7 +318,7 @@ def write_tensors(
         contents: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text, *parts]
         for content in contents:
             write_whole(file, content)
-            written(content)
+            on_written(content)
 
 
 def write_whole(file: RawIOBase, content: bytes | memoryview) -> None:

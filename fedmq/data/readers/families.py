@@ -1,12 +1,12 @@
-"""Icons of five families from Python packages: an embedded data set whose silos are natural.
+"""Icons of five families from Python packages: an embedded data set with natural silos.
 
-A site is one style of one family, with its own way of drawing and its own names: Font Awesome, Lucide, Material Design
-Icons in two styles, Phosphor in two, Tabler in two. No encoder or head of the ``lite`` backbone was trained on any of
-them. ``docs/reference/embedded_data.md`` lists packages and licences.
+A silo is one style of one family, with its own way of drawing and its own names: Font Awesome, Lucide, Material Design
+Icons in two styles, Phosphor in two, Tabler in two. No encoder or head of the ``lite`` backbone was trained on their
+drawings. ``docs/reference/embedded_data.md`` lists packages and licences.
 
-A concept is a name's words without numbers and words of style, in any order. The set holds the concepts that at least
-two families draw, each site's drawing of them once. Concepts, not drawings, are split: what is tested stands in no
-family's training split. Of a concept of ``val`` or ``test`` one site's drawing is kept, so that a name fits one image.
+A concept is the set of words in a name, without numbers and words for a style. The set holds the concepts that at least
+two families draw, with at most one icon per style. Concepts, not icons, are split, so that no family trains on a
+concept of ``val`` or ``test``. Each of these has a single icon, of one style, so that a name fits only one image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from fedmq import seeds
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked
-from fedmq.data.readers.openmoji import MAX_CAPTIONS, Drawings, Split, caption_candidates, drawn
+from fedmq.data.readers.openmoji import MAX_CAPTIONS, Drawings, Split, caption_candidates, render_svg
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
@@ -43,9 +43,9 @@ _PACKAGES = ("faicons", "python-lucide", "justmyresource-mdi", "justmyresource-p
 
 @dataclass(frozen=True)
 class Icon:
-    """One drawing of a site."""
+    """One icon as its package has it."""
 
-    svg: str  # its text
+    svg: str  # the text of its SVG file
     terms: tuple[str, ...] = ()  # the family's search terms, if its package has them
 
 
@@ -54,7 +54,7 @@ class Item:
     """One icon of the data set."""
 
     key: str  # ``STYLE/NAME``, e.g. ``"tabler-outline/dog-bowl"``.
-    style: str  # the site, e.g. ``"tabler-outline"``.
+    style: str  # family and style, e.g. ``"tabler-outline"``.
     concept: str  # the name's words in alphabetical order, e.g. ``"bowl dog"``.
     captions: tuple[str, ...]  # one to five; the first is the name
     split: Split  # of the concept
@@ -74,12 +74,12 @@ def family_of(style: str) -> str:
 
 
 def _folder(name: str) -> Path:
-    """Folder of a package that holds drawings."""
+    """Folder of a package that holds icons."""
     return Path(package(name, "embedded", "data.name: families").__file__).parent
 
 
 def _zipped(path: Path) -> Iterator[tuple[str, str]]:
-    """Path without the ending, and text, of each SVG file of an archive."""
+    """Path without ``.svg``, and text, of each SVG file in an archive."""
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith(".svg"):
@@ -89,7 +89,8 @@ def _zipped(path: Path) -> Iterator[tuple[str, str]]:
 def _fontawesome() -> Iterator[tuple[str, Icon]]:
     icons = loads((_folder("faicons") / "icons.json").read_text(encoding="utf-8"))
     for name, icon in icons.items():
-        if "solid" in icon["svg"]:  # the regular style has 163 icons, and brands are names that describe no drawing
+        # The regular style has only 163 icons, and the name of a brand does not say what its icon shows.
+        if "solid" in icon["svg"]:
             yield f"fontawesome/{name}", Icon(icon["svg"]["solid"]["raw"])
 
 
@@ -110,7 +111,7 @@ def _mdi() -> Iterator[tuple[str, Icon]]:
 def _phosphor() -> Iterator[tuple[str, Icon]]:
     for path, svg in _zipped(_folder("justmyresource_phosphor") / "icons.zip"):
         weight, name = path.split("/")
-        if weight in ("duotone", "thin"):  # of six weights, all of the same icons
+        if weight in ("duotone", "thin"):  # two of six weights, which all draw the same icons
             yield f"phosphor-{weight}/{name.removesuffix(f'-{weight}')}", Icon(svg)
 
 
@@ -121,7 +122,7 @@ def _tabler() -> Iterator[tuple[str, Icon]]:
 
 @functools.cache
 def icons() -> Mapping[str, Icon]:
-    """All drawings of the packages by key.
+    """All icons of the packages, by key.
 
     Raises:
         InputError: a package is not installed.
@@ -138,19 +139,19 @@ def render(key: str, size: int = 224) -> Pixels:
     icon = icons().get(key)
     if icon is None:
         raise InputError("families: key", key, "the key of an item of load_items()")
-    return drawn(icon.svg, size, "families")
+    return render_svg(icon.svg, size, "families")
 
 
 # --- items ----------------------------------------------------------------------------------------------------------
 
 
 def words_of(name: str) -> list[str]:
-    """A name's words without numbers and words of style: ``battery-2-filled`` has ``battery``."""
+    """The words of a name without numbers and words for a style: ``["battery"]`` of ``battery-2-filled``."""
     return [word for word in name.replace(" ", "-").split("-") if not word.isdigit() and word not in _STYLE_WORDS]
 
 
 def concept_of(name: str) -> str:
-    """The concept of a name, the same for ``circle-arrow-left`` and ``arrow-left-circle``; empty if none is left."""
+    """The concept of a name, the same for ``circle-arrow-left`` and ``arrow-left-circle``; empty without any words."""
     return " ".join(sorted(words_of(name.lower())))
 
 
@@ -162,55 +163,57 @@ def split_of(concept: str) -> Split:
     return "val" if fraction < VAL_BELOW else "test"
 
 
-def _kept(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Keys of the icons that the set holds, by concept, out of the keys of all drawings."""
+def _chosen(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Keys of the set's icons by concept, chosen from the keys of all icons."""
     drawn_by = defaultdict[str, dict[str, str]](dict)
-    # Of several drawings of a concept in one style the one with the shortest name: trash, not trash-2.
+    # If a style has several icons of a concept, the one with the shortest name is taken: trash, not trash-2.
     for key in sorted(keys, key=lambda key: (len(key), key)):
         style, name = key.split("/")
         drawn_by[concept_of(name)].setdefault(style, key)
-    kept = {}
+    chosen = {}
     for concept, by_style in sorted(drawn_by.items()):
         if concept and len({family_of(style) for style in by_style}) > 1:
-            kept[concept] = list(by_style.values())
+            chosen[concept] = list(by_style.values())
             if split_of(concept) != "train":
-                kept[concept] = [min(kept[concept], key=lambda key: seeds.derive(_SEED, "families", "drawing", key))]
-    return kept
+                first = min(by_style.values(), key=lambda key: seeds.derive(_SEED, "families", "drawing", key))
+                chosen[concept] = [first]
+    return chosen
 
 
 @functools.cache
 def load_items() -> list[Item]:
     """All items, sorted by key: about 4,100, of 1,000 concepts for training, 170 for validation and 490 for testing.
 
-    A search term that is itself a concept of another split is left out. A caption that fits several concepts is dropped
-    from all of them, unless it is the name.
+    A search term that is a concept of another split is left out. A caption that fits several concepts is left out of
+    all of them, unless it is the name.
 
     Raises:
         InputError: a package is not installed.
     """
     found, users, items = icons(), defaultdict[str, set[str]](set), []
-    kept = _kept(found)
-    for concept, keys in kept.items():
+    chosen = _chosen(found)
+    for concept, keys in chosen.items():
         split = split_of(concept)
         for key in keys:
             style, name = key.split("/")
-            meant = [(term, concept_of(term)) for term in found[key].terms]
-            terms = [term for term, other in meant if other not in kept or split_of(other) == split]
+            meanings = [(term, concept_of(term)) for term in found[key].terms]
+            terms = [term for term, other in meanings if other not in chosen or split_of(other) == split]
             captions = caption_candidates([" ".join(words_of(name))], terms, "icon")
             items.append(Item(key, style, concept, tuple(captions), split))
             for caption in captions:
                 users[caption.lower()].add(concept)
-    return [replace(item, captions=_alone(item.captions, users)) for item in sorted(items, key=lambda item: item.key)]
+    items.sort(key=lambda item: item.key)
+    return [replace(item, captions=_unambiguous(item.captions, users)) for item in items]
 
 
-def _alone(captions: Sequence[str], users: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """The name, which comes first, and those of the other captions that only one concept uses."""
+def _unambiguous(captions: Sequence[str], users: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+    """The name, which comes first, and the other captions that only one concept uses, at most :data:`MAX_CAPTIONS`."""
     others = [caption for caption in captions[1:] if len(users[caption.lower()]) == 1]
     return (captions[0], *others[: MAX_CAPTIONS - 1])
 
 
 def read_families(data: Data) -> RawSet:
-    """Read the set, with the column that the partition names; it has no labels, as the families share none.
+    """Read the set with the column that ``partition.column`` names; it has no labels, as the families share none.
 
     Raises:
         InputError: as :func:`load_items`.

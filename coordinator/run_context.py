@@ -169,7 +169,7 @@ class RunContext:
 
     @cached_property
     def steps(self) -> dict[str, int]:
-        """Optimiser steps of a task of each silo that the method can select."""
+        """Optimiser steps per task, by name of each silo that the method can select."""
         counts = zip(self.context.silos, self.samples, strict=True)
         return {silo.name: steps_per_task(self.scenario, n) for silo, n in counts if silo.name in self.plan.eligible}
 

@@ -247,8 +247,8 @@ def test_a_chosen_edge_extends_the_grid_as_often_as_allowed_and_the_table_says_s
         assert f"chosen at the edge of the values tried: tiny learning\\_rate={rates[-1]}" in tables[times].replace(
             "learning_rate", "learning\\_rate"
         )
-    beyond = "tried beyond the given values, or as often between them: tiny learning_rate=0.4; tiny learning_rate=0.8"
-    assert beyond in tables["2"] and "tried beyond" not in tables["0"]
+    added = "trials added beyond or between the given values: tiny learning_rate=0.4; tiny learning_rate=0.8"
+    assert added in tables["2"] and "trials added" not in tables["0"]
     assert ",4,2," in (tmp_path / "2" / "table.csv").read_text()
 
 
@@ -263,7 +263,7 @@ def test_a_choice_on_the_evaluated_split_is_reported_before_and_with_the_results
         assert warning in text
 
 
-def test_a_mask_that_is_the_same_with_every_seed_is_reported(
+def test_silos_that_lack_the_same_modality_with_every_seed_are_reported(
     simulated_runs: list[str], tiny: Path, tmp_path: Path
 ) -> None:
     note, mask = "the same silos lack a modality with every seed", "missing_modality={rate: 0.5, seed: 42}"

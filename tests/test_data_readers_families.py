@@ -48,7 +48,7 @@ def test_each_concept_is_drawn_by_two_families_and_once_by_each_style() -> None:
         assert sum(item.style == style and item.split == "train" for item in items) >= 200
 
 
-def test_what_is_tested_stands_in_no_family_s_training_split() -> None:
+def test_no_family_trains_on_a_concept_of_another_split() -> None:
     by_split = defaultdict(list)
     for item in families.load_items():
         by_split[item.split].append(item)

@@ -204,10 +204,10 @@ def test_a_difference_has_a_star_only_if_it_holds_with_the_correction() -> None:
     assert one.holm == one.p < 0.05 < many.holm == pytest.approx(4 * many.p)
     assert tables.difference_text(one).endswith("]*") and tables.difference_text(many).endswith("]")
     notes = tables.grid(rows, plan).notes
-    assert any(note.startswith("*: differs") and note.endswith("correction for 2 rows") for note in notes)
+    assert any(note.startswith("*: significant") and note.endswith("correction for 2 rows") for note in notes)
 
 
-def test_a_constant_mask_of_missing_modalities_is_noted() -> None:
+def test_silos_that_lack_a_modality_with_every_seed_are_noted() -> None:
     plan, rows = against(5, 1.0)
     for same in (True, False):
         notes = tables.grid(rows, replace(plan, same_mask=same)).notes
@@ -254,11 +254,11 @@ def test_rows_of_one_model_and_rows_that_end_below_their_start_are_named(study: 
 
     def notes(*rows: made_rows.Row) -> list[str]:
         found = tables.grid((zero_shot, *rows), plan).notes
-        return [note for note in found if "to the bit" in note or "below the untrained" in note]
+        return [note for note in found if "bit-identical" in note or "below the untrained" in note]
 
     assert notes(first, second) == []
     same = (changed(first, model_digest="0" * 64), changed(second, model_digest="0" * 64))
-    assert notes(*same) == [f"the same model to the bit: {first.entry.name} and {second.entry.name}"]
+    assert notes(*same) == [f"bit-identical models: {first.entry.name} and {second.entry.name}"]
     personal = [changed(row, personal_only=True) for row in same]
     assert notes(*personal) == []
     below = changed(second, below_start=BelowStart(metric="mean_r1", before=0.7, after=0.6))

@@ -87,7 +87,7 @@ def test_yardsticks_are_rows_that_are_the_baseline_only_on_request(tiny: Path, t
     assert [line[0].text for line in grid.body] == ["yardstick (classes)", "fedavg", "rcsr"]
     assert [line[1].text for line in grid.body] == ["0.7000", "0.5000", "0.6000"]
     assert [row.against for row in made] == ["fedavg", None, "fedavg"]
-    assert any(note.startswith("yardstick (classes): logistic regressions") for note in grid.notes)
+    assert any(note.startswith("yardstick (classes): a logistic regression") for note in grid.notes)
     against = summary.baselines(replace(plan, baseline="yardstick (classes)"))
     assert against["rcsr"] == "yardstick (classes)"
 

@@ -68,7 +68,7 @@ class Entry:
     settings: tuple[str, ...]  # ``--set`` options of all its runs
     # Alternative further settings, one of which is selected on the validation split.
     candidates: tuple[tuple[str, ...], ...] = ((),)
-    added: tuple[tuple[str, ...], ...] = ()  # those among them that :func:`grown` added to the given ones
+    added: tuple[tuple[str, ...], ...] = ()  # the candidates that :func:`grown` added to the given ones
 
     def name_but_for(self, key: str) -> str:
         """The row's name without one varied key; rows that differ only in that key share it."""
@@ -91,10 +91,10 @@ class ComparisonPlan:
     select_seed: int = 0  # seed of the runs on the validation split
     select_rounds: int | None = None  # rounds of those runs; None takes the scenario's
     zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
-    extensions: int = 0  # how often the grids are extended if a chosen value is at the edge of its grid
-    # Linear yardsticks to add as rows, keys of ``summary.YARDSTICKS``, on the first entry's data.
+    extensions: int = 0  # how often grids may be extended if a chosen value is at the edge of its grid
+    # Linear yardsticks to add as rows, by their keys in ``summary.YARDSTICKS``; they take the first entry's data.
     yardstick: tuple[str, ...] = ()
-    same_mask: bool = False  # whether a scenario has the same silos lack a modality with every seed
+    same_mask: bool = False  # whether in some scenario the same silos lack a modality with every seed
     measured_on_validation: bool = False  # whether candidates are chosen on the split on which they are then evaluated
 
 
@@ -310,7 +310,7 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------------------------ values at an edge
 def _numbers(entry: Entry) -> dict[str, list[float]]:
-    """The values that a row tries of each key, in ascending order, if they are at least two numbers."""
+    """For each key of which a row tries at least two values, all of them numbers: the values, ascending."""
     tried: dict[str, dict[str, Any]] = {}
     for setting in itertools.chain.from_iterable(entry.candidates):
         key, _, text = setting.partition("=")
@@ -324,25 +324,28 @@ def _numbers(entry: Entry) -> dict[str, list[float]]:
 
 
 def at_edge(entry: Entry, chosen: Sequence[str]) -> dict[str, float]:
-    """The chosen values that are the smallest or largest of those tried, by key; none if nothing was chosen."""
+    """The chosen values that are the smallest or largest of those tried, by key; empty if nothing was chosen."""
     values = {key: json.loads(text) for key, _, text in (setting.partition("=") for setting in chosen)}
     ends = {key: (tried[0], tried[-1]) for key, tried in _numbers(entry).items()}
     return {key: values[key] for key, both in ends.items() if values.get(key) in both}
 
 
 def _rounded(value: float, tried: Sequence[float]) -> float:
-    """A value to three digits, or a whole one if all values tried are."""
+    """A value rounded to three digits, or to an integer if all values tried are integers."""
     return round(value) if all(isinstance(each, int) for each in tried) else float(f"{value:.3g}")
 
 
 def _beyond(tried: Sequence[float], chosen: float) -> float:
-    """The next value past the edge of a grid: by the ratio of its last two values, or by their distance."""
+    """The next value beyond the edge of a grid: by the ratio of its last two values; by their distance if one is 0."""
     inner, edge = (tried[-2], tried[-1]) if chosen == tried[-1] else (tried[1], tried[0])
     return _rounded(edge * edge / inner if min(inner, edge) > 0 else 2 * edge - inner, tried)
 
 
 def _between(tried: Sequence[float], chosen: float) -> Iterator[float]:
-    """Values between the chosen one and its neighbours, the larger first: geometric means, or else arithmetic ones."""
+    """Values halfway between the chosen one and its neighbours, the larger neighbour first.
+
+    They are geometric means, or arithmetic ones if a value is not positive.
+    """
     place = list(tried).index(chosen)
     for other in (*tried[place + 1 : place + 2], *tried[max(0, place - 1) : place]):
         middle = math.sqrt(chosen * other) if min(chosen, other) > 0 else (chosen + other) / 2
@@ -352,13 +355,13 @@ def _between(tried: Sequence[float], chosen: float) -> Iterator[float]:
 def grown(plan: ComparisonPlan, chosen: Mapping[str, Sequence[str] | None], resolve: Resolve) -> ComparisonPlan | None:
     """The plan with further candidates if a chosen value is at the edge of its grid; None if there are none to add.
 
-    A row at an edge also tries the next value beyond it, with its other choices. So that all rows have equally many
-    trials, the others try as many values between a chosen one and its neighbours.
+    A row with such a value also tries the next value beyond the edge, with its other choices. The other rows try the
+    same number of values between a chosen one and its neighbours, so that all rows have equally many trials.
 
     Args:
         plan: the plan.
         chosen: the selected settings of each row, by name; None if none could be selected.
-        resolve: refuses a value that is not allowed, beyond which a grid does not grow.
+        resolve: refuses values that are not allowed; these are not tried.
     """
     more, rows = dict[str, list[tuple[str, ...]]](), [entry for entry in plan.entries if len(entry.candidates) > 1]
     selecting = [(entry, choice) for entry in rows if (choice := chosen[entry.name]) is not None]
@@ -391,7 +394,7 @@ def _with(chosen: Sequence[str], key: str, value: float) -> tuple[str, ...]:
 
 
 def _is_new(entry: Entry, candidate: tuple[str, ...], resolve: Resolve) -> bool:
-    """Whether a row does not try these settings yet, and its scenario allows them."""
+    """Whether a row does not try these settings yet, and they are allowed."""
     if candidate in entry.candidates:
         return False
     try:

@@ -63,7 +63,7 @@ class Comparison:
     runs: int = 0  # number of different runs, those on the validation split included
     # One line for each run whose training diverged in all silos, by its title; such a run is not repeated.
     diverged: Mapping[str, str] = field(default_factory=dict)
-    plan: ComparisonPlan | None = None  # the plan with the grids as they were extended; None if it was stopped
+    plan: ComparisonPlan | None = None  # the plan with its extended grids; None if the comparison was stopped
     # One line for each trial that could not be chosen, and for each column without values.
     warnings: tuple[str, ...] = ()
 
@@ -259,9 +259,9 @@ def carry_out(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What was selected on the validation split."""
+    """The candidates selected on the validation split."""
 
-    plan: ComparisonPlan  # with the grids as they were extended
+    plan: ComparisonPlan  # with its extended grids
     trials: Mapping[tuple[str, Settings], Run]  # by row and candidate
     chosen: Mapping[str, Settings | None]  # by row
     errors: Mapping[str, str]
@@ -274,7 +274,7 @@ def _choose_all(
     report: Callable[[jobs.JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> _Choice:
-    """Select a candidate for each row, and extend the grids as often as allowed while a chosen value is at an edge."""
+    """Select a candidate for each row; extend the grids, as often as allowed, while a chosen value is at an edge."""
     trials, errors, left = dict[tuple[str, Settings], Run](), dict[str, str](), plan.extensions
     while True:
         new = {which: run for which, run in trials_of(plan, place).items() if which not in trials}

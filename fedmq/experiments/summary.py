@@ -21,10 +21,10 @@ from fedmq.storage.json_files import Stored
 from fedmq.text import did_you_mean, nearest
 
 ZERO_SHOT = "zero-shot"
-#: Linear yardsticks (``fedmq.experiments.yardstick``), with what a table's notes say of them.
+#: Linear yardsticks (:mod:`fedmq.experiments.yardstick`), each with its description in the notes of a table.
 YARDSTICKS: Mapping[str, str] = {
-    "classes": "logistic regressions of the classes on each modality's features, on the pooled pairs",
-    "pairs": "canonical correlations of both modalities' features, on the pooled pairs",
+    "classes": "a logistic regression of the classes on each modality's features, fitted to the pooled pairs",
+    "pairs": "canonical correlation analysis of both modalities' features, fitted to the pooled pairs",
 }
 _CONFIDENCE = 0.95
 
@@ -41,15 +41,15 @@ class Statistic:
     high: float  # upper bound; likewise
     pairs: int  # number of common seeds
     p: float = math.nan  # p-value of a paired t-test of the difference; NaN below two seeds
-    holm: float = math.nan  # the same with Holm's correction for all comparisons of the column with a baseline
+    holm: float = math.nan  # p with Holm's correction for all rows of the column that have a baseline
 
 
-#: Seeds from which on a difference may be claimed, and the level of the corrected test.
+#: Number of seeds from which a difference may be claimed, and the significance level of the corrected test.
 ENOUGH_SEEDS, LEVEL = 5, 0.05
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction of p-values for many comparisons (Holm 1979); NaN is no comparison and stays."""
+    """Holm's step-down correction of p-values for multiple comparisons (Holm 1979); NaN stands for no comparison."""
     tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     corrected, least = list(p_values), 0.0
     for rank, (p, place) in enumerate(tested):
@@ -112,12 +112,12 @@ def yardstick_row(kind: str) -> str:
 
 
 def references_of(plan: ComparisonPlan) -> tuple[str, ...]:
-    """Names of the requested rows that no run trains: zero-shot, then the yardsticks."""
+    """Names of the requested rows that need no training: zero-shot, then the yardsticks."""
     return (*((ZERO_SHOT,) if plan.zero_shot else ()), *map(yardstick_row, plan.yardstick))
 
 
 def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
-    """All rows: those that no run trains, with the first entry's data, then those of the plan."""
+    """All rows: first those that need no training, with the first entry's data, then those of the plan."""
     first = plan.entries[0]
     references = (Entry(name, name, first.point, first.file, first.settings) for name in references_of(plan))
     return (*references, *plan.entries)
@@ -166,7 +166,7 @@ def rows(
         plan: the comparison.
         chosen: each row's settings selected on the validation split.
         finished: finished runs, by row and seed.
-        yardsticks: what each of the plan's yardsticks reaches, by its name and seed.
+        yardsticks: figures of each of the plan's yardsticks, by its name and seed.
 
     Raises:
         InputError: the baseline does not exist.
@@ -207,7 +207,7 @@ def rows(
 
 
 def correct(statistics: Mapping[str, dict[str, Statistic]]) -> None:
-    """Fill in the corrected p-values: the rows of a table that have a baseline are a family in each column."""
+    """Fill in the corrected p-values: in each column, the rows that have a baseline are one family of comparisons."""
     for column in dict.fromkeys(column for by_column in statistics.values() for column in by_column):
         corrected = holm([by_column[column].p for by_column in statistics.values()])
         for by_column, value in zip(statistics.values(), corrected, strict=True):

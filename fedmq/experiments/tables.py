@@ -65,7 +65,11 @@ def _mean(statistic: Statistic, seeds: int) -> str:
 
 
 def difference_text(statistic: Statistic) -> str:
-    """``+0.0123 [+0.0010, +0.0236]*``: a star if it holds with Holm's correction, a count if seeds are lacking."""
+    """A difference with its interval: ``+0.0123 [+0.0010, +0.0236]*``.
+
+    A star marks a difference that is significant with Holm's correction. If the baseline lacks some of the row's seeds,
+    their number follows.
+    """
     values = (statistic.difference, statistic.low, statistic.high)
     middle, low, high = (_number(value, statistic.mean, sign=True) for value in values)
     text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]{'*' * (statistic.holm < LEVEL)}"
@@ -107,13 +111,13 @@ def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
 
 
 def _claims(rows: Sequence[Row]) -> list[str]:
-    """What a star means, and a warning if differences are claimed from few seeds."""
+    """A note on what a star means, and a warning if differences are claimed from few seeds."""
     compared = [row.columns for row in rows if row.against]
     tested = [sum(not math.isnan(each[name].p) for each in compared) for name in rows[0].columns]
     family = max(tested, default=0)
     if not family:
         return []
-    notes = [f"*: differs from it at the {LEVEL:.0%} level of a paired t-test with Holm's correction for {family} rows"]
+    notes = [f"*: significant at the {LEVEL:.0%} level, paired t-test with Holm's correction for {family} rows"]
     claimed = [row.columns[name].n for row in rows for name in row.best]
     claimed += [each.pairs for columns in compared for each in columns.values() if each.holm < LEVEL]
     if min(claimed, default=ENOUGH_SEEDS) < ENOUGH_SEEDS:
@@ -158,7 +162,8 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     notes += [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
     if plan.same_mask:
         notes.append(
-            "the same silos lack a modality with every seed, which intervals leave out: set missing_modality.seed=null"
+            "the same silos lack a modality with every seed, so intervals do not cover that choice: set "
+            "missing_modality.seed=null"
         )
     if compared:
         against = {row.against for row in rows if row.against}
@@ -197,7 +202,7 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
 
 
 def _extended(rows: Sequence[Row]) -> list[str]:
-    """Which candidates were added to the given ones, and which chosen values are still at the edge of their grid."""
+    """Notes on added candidates, and on chosen values that are still at the edge of their grid."""
     added = [
         f"{row.entry.name} {', '.join(_setting(text, short=True) for text in candidate)}"
         for row in rows
@@ -209,7 +214,7 @@ def _extended(rows: Sequence[Row]) -> list[str]:
         for key, value in at_edge(row.entry, row.chosen).items()
     ]
     return [
-        *([f"tried beyond the given values, or as often between them: {'; '.join(added)}"] if added else []),
+        *([f"trials added beyond or between the given values: {'; '.join(added)}"] if added else []),
         *([f"chosen at the edge of the values tried: {'; '.join(edges)}"] if edges else []),
     ]
 
@@ -225,12 +230,12 @@ def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
 
 
 def _summaries(row: Row) -> list[RunSummary]:
-    """Summaries of a row's runs; rows that no run trains have none."""
+    """Summaries of a row's runs; rows that need no training have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
 
 
 def _silos(rows: Sequence[Row]) -> list[str]:
-    """What the silos hold, over all seeds, and which rows train in single steps; rows that differ are named."""
+    """Notes on the silos' data over all seeds, one for each group of equal rows, and on rows with one-step tasks."""
     about = dict[str, list[str]]()
     for row in rows:
         silos = [each for own in _summaries(row) for each in own.per_silo.values()]
@@ -243,17 +248,17 @@ def _silos(rows: Sequence[Row]) -> list[str]:
 
 
 def _same_models(rows: Sequence[Row]) -> list[str]:
-    """Rows that trained the same model as another one, to the bit, with every seed: what differs has no effect."""
+    """Notes on rows with bit-identical models for every seed: the settings in which they differ have no effect."""
     same = dict[tuple[str, ...], list[str]]()
     for row in rows:
         found = {seed: own.summary for seed, own in row.outcomes.items() if own.summary is not None}
         if found and not any(own.personal_only for own in found.values()):
             same.setdefault(tuple(found[seed].model_digest for seed in sorted(found)), []).append(row.entry.name)
-    return [f"the same model to the bit: {enumerated(names)}" for names in same.values() if len(names) > 1]
+    return [f"bit-identical models: {enumerated(names)}" for names in same.values() if len(names) > 1]
 
 
 def _below_start(rows: Sequence[Row]) -> list[str]:
-    """Rows whose runs ended below the untrained model."""
+    """A note on rows with runs that ended below the untrained model."""
     below = [(row.entry.name, sum(own.below_start is not None for own in _summaries(row))) for row in rows]
     named = [f"{name} ({counted(count, 'seed')})" for name, count in below if count]
     return [f"ended below the untrained model: {', '.join(named)}"] if named else []

@@ -35,7 +35,7 @@ from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 #: Maximum size of a journal [bytes].
 _MOST_BYTES = 1 << 30
 _ALLOWED = "the journal of this search; delete it to begin the search again with the runs that are done"
-#: Fraction of a range, on its scale, within which a value counts as at a bound.
+#: A value counts as at a bound of its range if it is closer than this fraction of the range, on the range's scale.
 _NEAR = 0.05
 
 
@@ -134,7 +134,10 @@ def _best(trials: Sequence[Trial], *, maximise: bool) -> dict[str, Trial]:
 
 
 def at_edge(method: TunedMethod, best: Trial) -> dict[str, float]:
-    """The values of a trial at the edge of what was searched, by key: an end of a list of numbers, or near a bound."""
+    """The values of a trial at the edge of what was searched, by key.
+
+    These are the smallest and largest of a list of numbers, and values near a bound of a range.
+    """
     found = dict[str, float]()
     for key, space in method.space.items():
         value = best.values[key]

@@ -1,7 +1,8 @@
-"""Linear yardsticks: how well a data set's frozen features are retrieved without a network, as rows of a comparison.
+"""Linear yardsticks: how well linear models of a data set's frozen features retrieve, as rows of a comparison.
 
-A base loss that stays below them although it is trained on the pooled data is not at full strength; differences between
-federated methods on it say little. Nothing is tuned for a table, so that all tables have the same yardsticks:
+If a base loss stays below its yardstick although it is trained on the pooled data, it is badly set up or too weak, and
+differences between federated methods that use it say little. Nothing is tuned per table, so that every table has the
+same yardsticks:
 
 - ``classes``: a logistic regression per modality, on standardised features with scikit-learn's default penalty, for
   several labels per item one against the rest. Items are ranked by the cosine of their class probabilities.
@@ -37,11 +38,14 @@ RIDGE = 0.3
 
 
 def figures(kind: str, runs: Mapping[int, ResolvedRun]) -> dict[int, Mapping[str, object]]:
-    """What a yardstick reaches, by the keys of a run's summary: metrics, fairness, per_silo_mean.
+    """Measure a yardstick.
 
     Args:
         kind: ``classes`` or ``pairs``.
-        runs: by seed a run whose data, split and measures it takes.
+        runs: by seed, a run whose data, split and metrics the yardstick takes.
+
+    Returns:
+        By seed, its ``metrics``, ``fairness`` and ``per_silo_mean``, as in a run's summary.
 
     Raises:
         InputError: the data are not features, or cannot be fitted.
@@ -98,7 +102,7 @@ def class_probabilities(x: F64, labels: npt.NDArray[np.bool_]) -> Callable[[F64]
         labels: bool [n, C] multi-hot; with exactly one label per item the classes exclude each other.
 
     Returns:
-        A function from features [m, d] to the classes' probabilities [m, C'], C' of the labels that items have.
+        A function from features [m, d] to class probabilities [m, C']; labels that no item has are left out.
     """
     from sklearn.exceptions import ConvergenceWarning  # noqa: PLC0415 - a second to import
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
@@ -122,7 +126,7 @@ def canonical_variates(x: F64, y: F64) -> tuple[Callable[[F64], F64], Callable[[
     correlations, and the variates are (x - mean x) A U S and (y - mean y) B V S.
 
     Returns:
-        A function for each of the two from features to variates [m, min(d, e)].
+        Functions from features [m, d] and [m, e] to canonical variates [m, min(d, e)].
     """
 
     def whitening(covariance: F64) -> F64:

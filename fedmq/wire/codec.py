@@ -178,7 +178,7 @@ def byte_view(raw: BytesLike) -> memoryview:
 
 
 def fresh_memory(size: int) -> memoryview:
-    """Writable memory of a size [bytes], with any contents."""
+    """Allocate writable memory of a size [bytes]; its contents are undefined."""
     return np.empty(size, np.uint8).data
 
 

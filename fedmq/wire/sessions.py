@@ -168,7 +168,7 @@ class Session:
         Args:
             header: run, sender and receiver must be the session's.
             buffers: their concatenation is the body; each is passed to the cipher without a copy.
-            room: gives the memory of a size [bytes] for the sealed body.
+            room: allocates memory of a size [bytes] for the sealed body.
 
         Raises:
             LocalWireError: a header of another session, a body that is too large, or a key that has sealed
@@ -295,7 +295,7 @@ class Session:
 
 
 def seal_message(session: Session, message: Message, room: Callable[[int], memoryview] = fresh_memory) -> Sealed:
-    """Encode and seal a message; ``room`` gives the memory of a size [bytes] for the sealed body.
+    """Encode and seal a message; ``room`` allocates memory of a size [bytes] for the sealed body.
 
     Raises:
         LocalWireError: see :meth:`Session.seal`.

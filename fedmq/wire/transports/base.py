@@ -60,7 +60,7 @@ class Listener(ABC):
         """A peer has completed a handshake: if its key has too many connections, those without one are closed."""
 
     def room(self, size: int) -> memoryview:
-        """Memory of a size [bytes], with any contents, for the sealed body of the next message to send."""
+        """Allocate memory of a size [bytes], with undefined contents, for the sealed body of the next message."""
         return fresh_memory(size)
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Connection(ABC):
         """
 
     def room(self, size: int) -> memoryview:
-        """Memory of a size [bytes], with any contents, for the sealed body of the next message to send."""
+        """Allocate memory of a size [bytes], with undefined contents, for the sealed body of the next message."""
         return fresh_memory(size)
 
     @abstractmethod

@@ -14,7 +14,11 @@ _PATH_BYTES = 107
 
 
 def check(uri: str, place: str, listening: bool) -> None:
-    """Check the path of a URI of this scheme, or of another one with such a path; see :class:`Transport`."""
+    """Check the path of ``ipc://PATH``, or of another scheme with such a path; see :class:`Transport`.
+
+    Raises:
+        InputError: the path is empty, too long, or no path of a socket.
+    """
     scheme, _, path = uri.partition("://")
     size = len(os.fsencode(path))
     if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
@@ -22,7 +26,11 @@ def check(uri: str, place: str, listening: bool) -> None:
 
 
 def require_free(uri: str) -> None:
-    """Raise an InputError if a process listens at the path of a URI."""
+    """Refuse a URI at whose path a process listens.
+
+    Raises:
+        InputError: a process listens there.
+    """
     if _has_listener(uri.partition("://")[2]):
         # ZeroMQ would silently replace the other listener's socket file.
         raise InputError(uri, "a path where another process listens", "an unused path")

@@ -1,12 +1,12 @@
 """``shm://PATH``: as ``ipc://PATH``, with large bodies in memory that both processes map.
 
-Each end keeps a few *blocks*, memfds that it uses again and again. A body is sealed into a block, and the socket
-carries the block's name. The receiver maps the block and opens the body from there; once its last view is gone, it
-writes the message's number into the sender's *marks*, one for each block, and the sender may use the block again.
-Without a free block a body goes through the socket. Nobody waits.
+Each end keeps a few *blocks*, memfds that it reuses. The sender seals a body into a block, and sends the block's name
+through the socket. The receiver maps the block and opens the body there. Once the receiver's last view of the body is
+gone, it acknowledges the body: it writes the message's number into the sender's *marks*, an array with one number for
+each block. Then the sender may reuse the block. If no block is free, the body goes through the socket; nobody waits.
 
-A block can neither shrink nor be written by others than its maker, so reading one cannot end a process by SIGBUS, and
-a third process cannot change a message that is being sealed or opened. All of it vanishes with its processes.
+A block cannot shrink, and only its maker can write to it. So reading a block cannot end a process by SIGBUS, and a
+third process cannot change a message that is being sealed or opened. The kernel frees blocks when their processes end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_BLOCKS, MOST_BYTES = 64, 1 << 30
 _MOST_MAPPED = 256
 #: Blocks are made in multiples of this size [bytes], since the bodies of a run differ a little.
 _STEP = 1 << 20
-#: Time that an end which is closed waits for its messages to be read [s], as ZeroMQ does for those in its queue.
+#: How long an end waits at closing for its messages to be read [s], as ZeroMQ does for messages in its queue.
 _LINGER_S = 2.0
 #: Linux's ``F_SEAL_FUTURE_WRITE``, which Python does not define.
 _FUTURE_WRITE = 0x10
@@ -81,10 +81,9 @@ class _Block:
     """Memory for one body at a time."""
 
     memfd: _Memfd
-    slot: int  # place of its mark
-    given: Callable[[], object] = lambda: (
-        None
-    )  # the array on it of a message that is being sealed or sent, if there is one
+    slot: int  # index of its mark
+    # Returns the array in which a message is being sealed or sent, or None.
+    given: Callable[[], object] = lambda: None
     message: int = 0  # number of the last message sent in it
     peer: bytes | int | None = None  # the peer of that message
 
@@ -97,7 +96,7 @@ class Blocks:
     """The blocks in which one end sends.
 
     Args:
-        connected: whether a peer's connection is still open; what was sent to others is not read any more.
+        connected: whether a peer's connection is still open; other peers no longer read what was sent to them.
     """
 
     def __init__(self, connected: Callable[[Any], bool]) -> None:
@@ -108,7 +107,7 @@ class Blocks:
         self._sent = 0
 
     def room(self, size: int) -> memoryview:
-        """Memory of a size [bytes] for a body: of a free block, or else of this process alone."""
+        """Memory for a body of a size [bytes]: a free block if the body is large, otherwise private memory."""
         block = None
         if size >= LEAST_BYTES:
             block = self._free(size) or self._add(size)
@@ -141,7 +140,7 @@ class Blocks:
         return self._blocks[-1]
 
     def send(self, frames: Sequence[BytesLike], peer: bytes | int, put: Callable[[Sequence[BytesLike]], bool]) -> bool:
-        """Send a message with ``put``, and by name a body that :meth:`room` gave a block."""
+        """Send a message with ``put``; of a body in a block from :meth:`room`, only the block's name is sent."""
         header, body = frames
         view = memoryview(body)
         whole = isinstance(view.obj, np.ndarray) and view.obj.nbytes == view.nbytes
@@ -160,7 +159,7 @@ class Blocks:
         return True
 
     def close(self) -> None:
-        """Wait until all messages are read or two seconds have passed; then the blocks cannot be opened any more."""
+        """Wait at most two seconds until all messages are read, then close the blocks; no peer can open them again."""
         until = time.monotonic() + _LINGER_S
         while any(not self._is_read(block) and self._connected(block.peer) for block in self._blocks):
             if time.monotonic() >= until:
@@ -178,14 +177,14 @@ class _Mapped:
     process: int
     descriptor: int  # of that process
     inode: int
-    marks: bool  # whether it has marks, which are written, or is a block, which is read
+    marks: bool  # true for marks, which are mapped for writing; false for a block, which is mapped for reading
 
     @property
     def path(self) -> str:
         return f"/proc/{self.process}/fd/{self.descriptor}"
 
     def exists(self) -> bool:
-        """Whether its process still has it."""
+        """Whether its process still holds it."""
         try:
             return Path(self.path).stat().st_ino == self.inode
         except OSError:
@@ -225,7 +224,7 @@ class _Mapped:
             held = 0
         if held & seals != seals:
             return "not sealed"
-        # A page that does not exist yet ends the process that reads it if the machine has no memory left.
+        # If the machine has no memory left, reading a page that was never allocated ends the process.
         return "not whole" if 512 * found.st_blocks < found.st_size else ""
 
 
@@ -271,7 +270,7 @@ class MappedBlocks:
     def _map(self, name: _Mapped) -> mmap.mmap:
         found = self._mapped.pop(name, None)
         if found is None:
-            # Otherwise the memory of a process that has ended would stay.
+            # Drops the mappings of ended processes, whose memory the kernel could not free otherwise.
             self._mapped = {each: memory for each, memory in self._mapped.items() if each.exists()}
             found = name.map()
         self._mapped[name] = found

@@ -104,9 +104,8 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
         payloads = answer(message)
         seconds = time.monotonic() - asked
         task = message.header.kind is Kind.TASK
-        whole = seconds * (training.get(name, 1.0) if task else evaluation)
-        kept = found.tasks if task else found.evaluations
-        kept.append(Answer(name, whole, size_of(message.payloads), size_of(payloads)))
+        kept, longer = (found.tasks, training.get(name, 1.0)) if task else (found.evaluations, evaluation)
+        kept.append(Answer(name, longer * seconds, size_of(message.payloads), size_of(payloads)))
         found.answering += seconds
         return payloads
 
@@ -333,10 +332,10 @@ def _without_options(
     """A warning for each ``given`` option that changes no bit of the first rounds."""
     choice, began, took, left = run.scenario.protocol, time.monotonic(), 0.0, list[str]()
     for name, other in _switched_off(run, given):
-        if time.monotonic() - began + took > _COMPARING_SECONDS:
+        started = time.monotonic()
+        if started - began + took > _COMPARING_SECONDS:
             left.append(name)
             continue
-        started = time.monotonic()
         try:
             rounds = _rounds(_with_method(run, choice.name, {**choice.options, name: other}), population, usual.merges)
         except FedmqError:
@@ -344,15 +343,12 @@ def _without_options(
             continue
         took = time.monotonic() - started
         if rounds.content == usual.content:
-            yield Remark(
-                Finding.OPTION_WITHOUT_EFFECT,
-                f"protocol.{name}: {choice.options[name]} changes no bit of the first "
-                f"{counted(usual.merges, 'round')} against {name}: {other}",
-            )
+            against = f"the first {counted(usual.merges, 'round')} against {name}: {other}"
+            what = f"protocol.{name}: {choice.options[name]} changes no bit of {against}"
+            yield Remark(Finding.OPTION_WITHOUT_EFFECT, what)
     if left:
-        yield Remark(
-            Finding.NOT_COMPARED, f"options that are not compared, as that takes long or fails: {', '.join(left)}"
-        )
+        what = f"options that are not compared, as that takes long or fails: {', '.join(left)}"
+        yield Remark(Finding.NOT_COMPARED, what)
 
 
 def _switched_off(run: ResolvedRun, given: Sequence[str]) -> Iterator[tuple[str, object]]:

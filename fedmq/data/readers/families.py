@@ -15,7 +15,7 @@ import functools
 import sqlite3
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,7 +27,7 @@ import numpy as np
 from fedmq import seeds
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked
-from fedmq.data.readers.openmoji import MAX_CAPTIONS, Drawings, Split, caption_candidates, drawn
+from fedmq.data.readers.openmoji import Drawings, Split, caption_candidates, drawn, kept_captions
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
@@ -157,9 +157,7 @@ def concept_of(name: str) -> str:
 def split_of(concept: str) -> Split:
     """The split of a concept, from a hash of it."""
     fraction = seeds.derive(_SEED, "families", "split", concept) / 2**63
-    if fraction < TRAIN_BELOW:
-        return "train"
-    return "val" if fraction < VAL_BELOW else "test"
+    return "train" if fraction < TRAIN_BELOW else "val" if fraction < VAL_BELOW else "test"
 
 
 def _kept(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -200,13 +198,9 @@ def load_items() -> list[Item]:
             items.append(Item(key, style, concept, tuple(captions), split))
             for caption in captions:
                 users[caption.lower()].add(concept)
-    return [replace(item, captions=_alone(item.captions, users)) for item in sorted(items, key=lambda item: item.key)]
-
-
-def _alone(captions: Sequence[str], users: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """The name, which comes first, and those of the other captions that only one concept uses."""
-    others = [caption for caption in captions[1:] if len(users[caption.lower()]) == 1]
-    return (captions[0], *others[: MAX_CAPTIONS - 1])
+    uses = {caption: len(concepts) for caption, concepts in users.items()}
+    items.sort(key=lambda item: item.key)
+    return [replace(item, captions=kept_captions(item.captions, uses)) for item in items]
 
 
 def read_families(data: Data) -> RawSet:

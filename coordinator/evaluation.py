@@ -220,22 +220,15 @@ class EvaluationRequests:
             if before:
                 self._like = Metrics(before[-1].metrics, before[-1].per_silo)
             shared = self._run_context.scenario.data is not None
-            able = [
-                name
-                for name in self._run_context.plan.eligible
-                if (self._has_pairs(name) if shared else self.own.able(name))
-            ]
-            for name in sorted(name for name in able if name not in gone):
+            able = self._has_pairs if shared else self.own.able
+            for name in sorted(name for name in self._run_context.plan.eligible if able(name) and name not in gone):
                 payloads = self._run_context.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = committed.get(name, 0), version, payloads
 
     def _has_pairs(self, name: str) -> bool:
         """Whether a silo has items of the evaluated split with both modalities, in a simulated partition."""
-        pairs = {
-            silo.name: count
-            for silo, count in zip(self._run_context.context.silos, self._run_context.pairs, strict=False)
-        }
-        return pairs.get(name, 1) > 0
+        silos = zip(self._run_context.context.silos, self._run_context.pairs, strict=False)
+        return all(count > 0 for silo, count in silos if silo.name == name)
 
     def personal_due(self, version: int) -> bool:
         """Whether the silos evaluate their personal models at this version; the final version is not covered here."""

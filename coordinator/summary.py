@@ -168,14 +168,9 @@ def _messages(loop: Loop) -> MessageCounts:
 def _seconds(counters: Counters, clock: Clock) -> Seconds:
     spent = {name: counters.seconds.get(name, 0.0) for name in _MEASURED}
     total = counters.seconds["total"]
-    return Seconds(
-        total=round(total, 3),
-        startup=round(spent["startup"], 3),
-        training=round(max(0.0, total - sum(spent.values())), 3),
-        merge=round(spent["merge"], 3),
-        evaluation=round(spent["evaluation"], 3),
-        virtual=round(clock.now(), 6) if clock.virtual else None,
-    )
+    phases = {"total": total, "training": max(0.0, total - sum(spent.values())), **spent}
+    virtual = round(clock.now(), 6) if clock.virtual else None
+    return Seconds(**{name: round(seconds, 3) for name, seconds in phases.items()}, virtual=virtual)
 
 
 def _versions_of(loop: Loop) -> dict[str, str]:
@@ -191,33 +186,34 @@ def _optional_keys(
     loop: Loop, data: RunData, config: ReleaseConfig, last: EvaluationLine, own: OwnHeldOut | None
 ) -> dict[str, object]:
     """The keys that only some summaries have."""
-    traits, optional = loop.run_context.traits, dict[str, object]()
-    if own is not None:
-        optional["own_heldout"] = own
-    if (below := _below_start(loop)) is not None:
-        optional["below_start"] = below
-    if config.released_with:
-        optional["released_with"] = config.released_with
-    if loop.counters.unusable:
-        optional["unusable_replies"] = dict(sorted(loop.counters.unusable.items()))
-    if loop.evaluation.personal:
-        line = personal_figures(loop.rounds.version, loop.evaluation.personal)
-        optional |= {name: value for name, value in line if name.startswith("personal")}
-    if loop.evaluation.missing:
-        optional["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
-    measures = measures_of(loop.run_context.scenario.evaluation)
-    measured = list(_measured(loop, last, own))
-    if custom_metrics := described(measures, dict.fromkeys(name for _, values, _ in measured for name in values)):
-        optional["custom_metrics"] = custom_metrics
-    if lacking := unmeasured(measures, loop.run_context.scenario.evaluation, measured):
-        optional["unmeasured"] = lacking
-    if traits.our_reading:
-        optional["our_reading"] = True
-    if traits.personal_only:
-        optional["personal_only"] = True
+    scenario, traits, evaluation = loop.run_context.scenario, loop.run_context.traits, loop.evaluation
+    measures, measured = measures_of(scenario.evaluation), list(_measured(loop, last, own))
+    without_pair = data.heldout_without_pair
+    if own is not None:  # the evaluator's own items, if there is one, are not among the silos'
+        heldout = SPLITS.index(scenario.evaluation.split)
+        without_pair += sum(int(each[heldout, 1:].sum()) for each in data.counts.values())
+    optional: dict[str, object] = {
+        "own_heldout": own,
+        "below_start": _below_start(loop),
+        "released_with": config.released_with,
+        "unusable_replies": dict(sorted(loop.counters.unusable.items())),
+        "personal_missing": dict(sorted(evaluation.missing.items())),
+        "custom_metrics": described(measures, dict.fromkeys(name for _, values, _ in measured for name in values)),
+        "unmeasured": unmeasured(measures, scenario.evaluation, measured),
+        "our_reading": traits.our_reading,
+        "personal_only": traits.personal_only,
+        "unevaluated": evaluation.unevaluated(loop.rounds.version),
+        "heldout_without_pair": without_pair,
+        "best": evaluation.best and evaluation.best.best,
+        "stopped_early": loop.rounds.version < scenario.rounds,
+    }
+    found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:
-        optional["public_items"] = traits.public_items
-    return optional | _optional_facts(loop, data, own)
+        found["public_items"] = traits.public_items
+    if evaluation.personal:
+        line = personal_figures(loop.rounds.version, evaluation.personal)
+        found |= {name: value for name, value in line if name.startswith("personal")}
+    return found
 
 
 def _below_start(loop: Loop) -> BelowStart | None:
@@ -246,23 +242,6 @@ def _measured(
     yield from ((name, silo.figures, True) for name, silo in (own.per_silo.items() if own is not None else ()))
     for name, personal in loop.evaluation.personal.items():
         yield name, personal.per_silo[name], False
-
-
-def _optional_facts(loop: Loop, data: RunData, own: OwnHeldOut | None) -> dict[str, object]:
-    """The keys that only some summaries have and that do not depend on the method."""
-    optional = dict[str, object]()
-    heldout, without_pair = SPLITS.index(loop.run_context.scenario.evaluation.split), data.heldout_without_pair
-    if own is not None:  # the evaluator's own items, if there is one, are not among the silos'
-        without_pair += sum(int(each[heldout, 1:].sum()) for each in data.counts.values())
-    if lacking := loop.evaluation.unevaluated(loop.rounds.version):
-        optional["unevaluated"] = lacking
-    if without_pair:
-        optional["heldout_without_pair"] = without_pair
-    if (kept := loop.evaluation.best) is not None and kept.best is not None:
-        optional["best"] = kept.best
-    if loop.rounds.version < loop.run_context.scenario.rounds:
-        optional["stopped_early"] = True
-    return optional
 
 
 @span("disk")

@@ -19,14 +19,12 @@ from functools import cached_property
 import torch
 
 from fedmq.clock import Clock, WallClock
-from fedmq.config.faults import wire_over
 from fedmq.data.item_digests import ItemDigests, item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.errors import RemoteWireError
-from fedmq.federation.participant import raise_refused
+from fedmq.federation.participant import open_channel, raise_refused
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.models.two_tower import TwoTower
-from fedmq.packages import __version__
 from fedmq.profiling import party, span
 from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
@@ -35,13 +33,11 @@ from fedmq.wire.handshake import Accepted
 from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
-from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import QUEUE
-from fedmq.wire.transports.registry import connect_shared
-from fedmq.wire.transports.shared_connections import Branch, beat_patience
+from fedmq.wire.transports.registry import Branch, beat_patience, connect_shared
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder
@@ -102,27 +98,22 @@ class Host:
 
     def _open(self, name: str, deliver: Callable[[Message], None]) -> Channel:
         arguments, folder = self.arguments.of(name), RunFolder(self.arguments.silo.out)
-        scenario = arguments.scenario
-        logger = open_log(arguments.logs, name)
-        log = MessageLog(folder.messages(name), name, self.clock, logger=logger)
-        log.note(LogEvent.STARTED, run=arguments.run.id, program=__version__)
-        member = self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
-        identity = self.identities[name]
-        log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
-        channel = Channel(
+        identity, logger = self.identities[name], open_log(arguments.logs, name)
+        log, channel = open_channel(
+            arguments.run,
             arguments.connect,
+            arguments.out,
             identity,
             self.accepted,
-            arguments.run.id,
-            log,
             self.clock,
-            now=lambda: member.sent_at,
-            progress=logger.warning,
+            lambda: self.members[name].sent_at,
+            logger,
+            self._comparison,
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
-            options=wire_over(arguments.connect, scenario.wire, scenario.faults),
-            comparison=self._comparison,
         )
+        self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
+        log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)
         return channel
 

@@ -14,7 +14,6 @@ import torch
 
 from fedmq.audit.policy import guard_of, kinds_needed
 from fedmq.clock import WallClock
-from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.data.item_digests import item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
@@ -25,21 +24,19 @@ from fedmq.federation.participant import (
     begin,
     confirm,
     end_reported,
+    open_channel,
     raise_refused,
 )  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Traits
-from fedmq.packages import __version__
 from fedmq.profiling import span
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.codec import digest
 from fedmq.wire.handshake import Accepted
-from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
-from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
@@ -108,39 +105,17 @@ def run_silo(
     logger.info("head of the message log", records=log.records, head=log.head)
 
 
-@span("start")
 def _log_and_channel(
-    arguments: SiloArguments,
-    identity: Identity,
-    accepted: Accepted,
-    now: Callable[[], float],
-    logger: Logger,
+    arguments: SiloArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
 ) -> tuple[MessageLog, Channel]:
-    """A silo's message log and its channel, which sends nothing that the silo's policy forbids.
-
-    ``now`` is the run's time as the silo knows it, from the time stamp of its last message [s].
-    """
-    clock, run, path = WallClock(), arguments.run.id, RunFolder(arguments.out).messages(arguments.name)
-    forbidden = None
+    """A silo's message log and its channel, which sends nothing that the silo's policy forbids."""
+    run, uri, out, forbidden = arguments.run, arguments.connect, arguments.out, None
     if arguments.policy is not None:
-        forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(arguments.scenario), logger.warning)
-    log = MessageLog(path, arguments.name, clock, logger=logger)
-    log.note(LogEvent.STARTED, run=run, program=__version__)
-    uri, warn, plain = arguments.connect, logger.warning, arguments.scenario.model_dump(mode="json")
-    return log, Channel(
-        uri,
-        identity,
-        accepted,
-        run,
-        log,
-        clock,
-        now=now,
-        progress=warn,
-        forbidden=forbidden,
-        options=wire_over(uri, arguments.scenario.wire, arguments.scenario.faults),
-        comparison=ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None),
-        ends_with_other_run=arguments.ends_with_other_run,
-    )
+        path = RunFolder(out).messages(arguments.name)
+        forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(run.scenario), logger.warning)
+    ends = arguments.ends_with_other_run
+    place = (run, uri, out, identity, accepted, WallClock(), now, logger)
+    return open_channel(*place, forbidden=forbidden, ends_with_other_run=ends)
 
 
 #: Evaluations of a version with another model than before that a silo answers in a run: a coordinator that was killed

@@ -44,7 +44,8 @@ from coordinator.round_events import Event, Send
 from coordinator.rounds import Phase
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import DiskError, InputError, RunError
-from fedmq.evaluation.program import Evaluator, EvaluatorArguments
+from fedmq.evaluation.program import Evaluator
+from fedmq.federation.participant import open_channel
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Update
 from fedmq.models.two_tower import TwoTower
@@ -266,13 +267,13 @@ class EvaluatorPeer(Peer):
 
     def _open(self) -> Channel:
         simulation = self.simulation
-        arguments = EvaluatorArguments(simulation.federation.run, URI, simulation.keys, simulation.out)
         identity, accepted = load_identity(simulation.keys, EVALUATOR), load_accepted(simulation.keys)
-        log, channel = fedmq.evaluation.program._log_and_channel(arguments, identity, accepted, lambda: 0.0, QUIET)
+        clock, run = SimulatedClock(simulation.world), simulation.federation.run
+        log, channel = open_channel(run, URI, simulation.out, identity, accepted, clock, lambda: 0.0, QUIET)
         channel._deliver = self.inbox.append
         population = simulation.federation.population
-        log.start(identity, accepted, StartFacts.of(arguments.run, population.prepared.content))
-        channel.statement = (population.statement(None, simulation.host._items, arguments.run.id),)
+        log.start(identity, accepted, StartFacts.of(run, population.prepared.content))
+        channel.statement = (population.statement(None, simulation.host._items, run.id),)
         return channel
 
     def _answer(self, message: Message) -> None:
@@ -491,7 +492,6 @@ class Simulation:
         patch.setattr(coordinator.program, "build_population", lambda *_, **__: self.federation.population)
         patch.setattr(coordinator.program.run_report, "write", lambda *_: None)
         patch.setattr(type(self.federation.run.scenario), "dump", lambda _: self.federation.dumped)
-        patch.setattr(fedmq.evaluation.program, "WallClock", lambda: SimulatedClock(world))
         patch.setattr(fedmq.wire.message_log, "write_whole", self._write_whole)
         patch.setattr(fedmq.wire.message_log, "try_lock", lambda _: True)  # a dead process holds no lock
         patch.setattr(os, "fsync", lambda _: None)

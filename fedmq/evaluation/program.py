@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from fedmq.clock import WallClock
-from fedmq.config.faults import wire_over
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
@@ -18,20 +17,25 @@ from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.heldout import HeldOut, load_inference
-from fedmq.federation.participant import FATAL_ERRORS, SiteData, begin, confirm, end_reported, raise_refused, reportable
+from fedmq.federation.participant import (
+    FATAL_ERRORS,
+    SiteData,
+    begin,
+    confirm,
+    end_reported,
+    open_channel,
+    raise_refused,
+    reportable,
+)
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import encoders_of
-from fedmq.packages import __version__
 from fedmq.profiling import span
 from fedmq.storage.logs import ErrorFile, Logger, LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
-from fedmq.wire.handshake import Accepted
-from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
-from fedmq.wire.log_events import LogEvent
-from fedmq.wire.message_log import MessageLog, StartFacts
+from fedmq.wire.message_log import StartFacts
 from fedmq.wire.messages import EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
 
@@ -156,7 +160,8 @@ def run_evaluator(
     identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     last_sent = {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
-    log, link = _log_and_channel(arguments, identity, accepted, lambda: last_sent["at"], logger)
+    place = (arguments.run, arguments.connect, arguments.out)
+    log, link = open_channel(*place, identity, accepted, WallClock(), lambda: last_sent["at"], logger)
     console = arguments.logs is not None and arguments.logs.console
     errors = ErrorFile(RunFolder(arguments.out).errors(EVALUATOR), line=not console)
     try:
@@ -183,28 +188,6 @@ def run_evaluator(
     finally:
         link.close()
     logger.info("head of the message log", records=log.records, head=log.head)
-
-
-@span("start")
-def _log_and_channel(
-    arguments: EvaluatorArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
-) -> tuple[MessageLog, Channel]:
-    """The evaluator's message log and its channel; ``now`` is the run's time as it knows it [s]."""
-    clock, run, plain = WallClock(), arguments.run.id, arguments.scenario.model_dump(mode="json")
-    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock, logger=logger)
-    log.note(LogEvent.STARTED, run=run, program=__version__)
-    return log, Channel(
-        arguments.connect,
-        identity,
-        accepted,
-        run,
-        log,
-        clock,
-        now=now,
-        progress=logger.warning,
-        options=wire_over(arguments.connect, arguments.scenario.wire, arguments.scenario.faults),
-        comparison=ScenarioComparison(arguments.connect, identity, accepted, plain),
-    )
 
 
 def _answer(link: Channel, evaluator: Evaluator, message: Message, logger: Logger, errors: ErrorFile) -> None:

@@ -70,6 +70,10 @@ class Entry:
     candidates: tuple[tuple[str, ...], ...] = ((),)
     added: tuple[tuple[str, ...], ...] = ()  # the candidates that :func:`grown` added to the given ones
 
+    def extended(self, more: Sequence[tuple[str, ...]]) -> Entry:
+        """The row with further candidates."""
+        return replace(self, candidates=(*self.candidates, *more), added=(*self.added, *more))
+
     def name_but_for(self, key: str) -> str:
         """The row's name without one varied key; rows that differ only in that key share it."""
         return ", ".join([self.method, *(f"{name}={value}" for name, value in self.point if name != key)])
@@ -270,21 +274,15 @@ class _Draft:
     @property
     def varied_method(self) -> str:
         """As shown; empty if the method is not varied."""
-        return " ".join(
-            _label(variation.key, value) for variation, value in self.pairs if variation.key in _METHOD_KEYS
-        )
+        return " ".join(_label(varied.key, value) for varied, value in self.pairs if varied.key in _METHOD_KEYS)
 
     @property
     def point(self) -> tuple[tuple[str, str], ...]:
-        return tuple(
-            (variation.key, shown(value)) for variation, value in self.pairs if variation.key not in _METHOD_KEYS
-        )
+        return tuple((varied.key, shown(value)) for varied, value in self.pairs if varied.key not in _METHOD_KEYS)
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return tuple(
-            setting for variation, value in self.pairs for setting in _settings(variation.key, value, self.own)
-        )
+        return tuple(each for varied, value in self.pairs for each in _settings(varied.key, value, self.own))
 
 
 def _label(key: str, value: Any) -> str:
@@ -311,21 +309,25 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ values at an edge
 def _numbers(entry: Entry) -> dict[str, list[float]]:
     """For each key of which a row tries at least two values, all of them numbers: the values, ascending."""
-    tried: dict[str, dict[str, Any]] = {}
-    for setting in itertools.chain.from_iterable(entry.candidates):
-        key, _, text = setting.partition("=")
-        tried.setdefault(key, {})[text] = json.loads(text)
-    found = {key: list(values.values()) for key, values in tried.items()}
+    tried: dict[str, list[Any]] = {}
+    for setting in dict.fromkeys(itertools.chain.from_iterable(entry.candidates)):
+        for key, value in _values([setting]).items():
+            tried.setdefault(key, []).append(value)
     return {
         key: sorted(values)
-        for key, values in found.items()
+        for key, values in tried.items()
         if len(values) > 1 and all(isinstance(value, int | float) and type(value) is not bool for value in values)
     }
 
 
+def _values(settings: Sequence[str]) -> dict[str, Any]:
+    """The values that settings give, by key."""
+    return {key: json.loads(text) for key, _, text in (setting.partition("=") for setting in settings)}
+
+
 def at_edge(entry: Entry, chosen: Sequence[str]) -> dict[str, float]:
     """The chosen values that are the smallest or largest of those tried, by key; empty if nothing was chosen."""
-    values = {key: json.loads(text) for key, _, text in (setting.partition("=") for setting in chosen)}
+    values = _values(chosen)
     ends = {key: (tried[0], tried[-1]) for key, tried in _numbers(entry).items()}
     return {key: values[key] for key, both in ends.items() if values.get(key) in both}
 
@@ -373,19 +375,13 @@ def grown(plan: ComparisonPlan, chosen: Mapping[str, Sequence[str] | None], reso
     if not most:
         return None
     for entry, choice in selecting:
-        own = more[entry.name]
+        own, values = more[entry.name], _values(choice)
         for key, tried in _numbers(entry).items():
-            (value,) = (json.loads(text) for name, _, text in (each.partition("=") for each in choice) if name == key)
-            for middle in _between(tried, value):
+            for middle in _between(tried, values[key]):
                 candidate = _with(choice, key, middle)
                 if len(own) < most and candidate not in own and _is_new(entry, candidate, resolve):
                     own.append(candidate)
-    entries = (
-        replace(entry, candidates=(*entry.candidates, *new), added=(*entry.added, *new))
-        for entry in plan.entries
-        for new in [more.get(entry.name, [])]
-    )
-    return replace(plan, entries=tuple(entries))
+    return replace(plan, entries=tuple(entry.extended(more.get(entry.name, ())) for entry in plan.entries))
 
 
 def _with(chosen: Sequence[str], key: str, value: float) -> tuple[str, ...]:

@@ -236,8 +236,8 @@ def carry_out(
     with exclusive_use(place.runs):
         for entry, seed in itertools.product(plan.entries, plan.seeds):
             run_of(entry, entry.candidates[0], seed, place)  # reports bad data now, not after hours of trials
-        first_entry = plan.entries[0]
-        by_seed = {seed: run_of(first_entry, first_entry.candidates[0], seed, place).resolved for seed in plan.seeds}
+        first = plan.entries[0]
+        by_seed = {seed: run_of(first, first.candidates[0], seed, place).resolved for seed in plan.seeds}
         yardsticks = {kind: yardstick.figures(kind, by_seed) for kind in plan.yardstick}
         stop_wanted = until_stopped()
         choice = _choose_all(plan, place, lambda progress: report("choosing on validation", progress), stop_wanted)
@@ -251,10 +251,8 @@ def carry_out(
             for seed in plan.seeds
         }
         second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
-        errors = {**choice.errors, **second.errors}
-        if second.stopped:
-            return Comparison((), errors, True)
-        return _collected(plan, choice.chosen, choice.trials, runs, yardsticks, errors)
+        choice = replace(choice, errors={**choice.errors, **second.errors})
+        return Comparison((), choice.errors, True) if second.stopped else _collected(choice, runs, yardsticks)
 
 
 @dataclass(frozen=True)
@@ -291,14 +289,10 @@ def _choose_all(
 
 
 def _collected(
-    plan: ComparisonPlan,
-    chosen: Mapping[str, Settings | None],
-    trials: Mapping[tuple[str, Settings], Run],
-    runs: Mapping[tuple[str, int], Run],
-    yardsticks: Mapping[str, Mapping[int, Mapping[str, object]]],
-    errors: Mapping[str, str],
+    choice: _Choice, runs: Mapping[tuple[str, int], Run], yardsticks: Mapping[str, Mapping[int, Mapping[str, object]]]
 ) -> Comparison:
     """The result of runs that are over."""
+    plan, trials, chosen = choice.plan, choice.trials, choice.chosen
     everything = [(name, run) for (name, _), run in (*trials.items(), *runs.items())]
     merges = {run.name: after for _, run in everything if (after := run.diverged) is not None}
     diverged = {run.title: f"diverged after round {merges[run.name]}" for _, run in everything if run.name in merges}
@@ -307,7 +301,7 @@ def _collected(
     }
     # An error only where no candidate is left to choose.
     none_left = {title: why for (name, title), why in refused.items() if chosen[name] is None}
-    failed = {**{title: why for title, why in errors.items() if title not in diverged}, **none_left}
+    failed = {**{title: why for title, why in choice.errors.items() if title not in diverged}, **none_left}
     finished: dict[str, dict[int, FinishedRun]] = {entry.name: {} for entry in plan.entries}
     for (name, seed), run in runs.items():
         if run.done:

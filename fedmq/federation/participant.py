@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from fedmq.clock import Clock
 from fedmq.config import plug_ins
+from fedmq.config.faults import wire_over
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
 from fedmq.data.item_digests import item_digests
@@ -21,12 +25,20 @@ from fedmq.data.splits import SPLITS
 from fedmq.errors import DataItemError, DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.federation.agreement import format_of, held_by, mask_of, run_data_of, stated_alone
 from fedmq.federation.population import Population, device_here, own_population
+from fedmq.packages import __version__
+from fedmq.profiling import span
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.logs import Logger
+from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, printable
 from fedmq.wire.channel import DISPLACED, Channel
+from fedmq.wire.handshake import Accepted
+from fedmq.wire.inquiry import ScenarioComparison
+from fedmq.wire.keys import Identity
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
-from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, SiloModalities
+from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, Refusal, SiloModalities
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
@@ -128,6 +140,37 @@ class SiteData:
         if not fits or not mine or not known:
             raise RemoteWireError(Reason.DATA, f"an agreement that does not fit what {name} stated")
         return own_population(self.scenario, name, self.prepared, data)
+
+
+@span("start")
+def open_channel(
+    run: ResolvedRun,
+    uri: str,
+    out: Path,
+    identity: Identity,
+    accepted: Accepted,
+    clock: Clock,
+    now: Callable[[], float],
+    logger: Logger,
+    comparison: ScenarioComparison | None = None,
+    forbidden: Callable[[Message, int], Refusal | None] | None = None,
+    **options: Any,
+) -> tuple[MessageLog, Channel]:
+    """The message log of a silo or the evaluator in the folder ``out``, and its channel to the coordinator at ``uri``.
+
+    ``now`` is the run's time as the process knows it, from the time stamp of its last message [s]. Without a
+    ``comparison`` the process makes its own; ``forbidden`` and ``options`` are as for :class:`Channel`.
+    """
+    name, scenario = identity.name, run.scenario
+    log = MessageLog(RunFolder(out).messages(name), name, clock, logger=logger)
+    log.note(LogEvent.STARTED, run=run.id, program=__version__)
+    if comparison is None:
+        plain = scenario.model_dump(mode="json")
+        comparison = ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None)
+    options |= {"options": wire_over(uri, scenario.wire, scenario.faults), "comparison": comparison}
+    return log, Channel(
+        uri, identity, accepted, run.id, log, clock, now, logger.warning, forbidden=forbidden, **options
+    )
 
 
 def begin(link: Channel, logger: Logger, own: SiteData | None, /, **facts: object) -> Callable[[], Message | None]:

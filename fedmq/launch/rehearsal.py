@@ -104,9 +104,8 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
         payloads = answer(message)
         seconds = time.monotonic() - asked
         task = message.header.kind is Kind.TASK
-        extrapolated = seconds * (training.get(name, 1.0) if task else evaluation)
-        kept = found.tasks if task else found.evaluations
-        kept.append(Answer(name, extrapolated, size_of(message.payloads), size_of(payloads)))
+        kept, longer = (found.tasks, training.get(name, 1.0)) if task else (found.evaluations, evaluation)
+        kept.append(Answer(name, longer * seconds, size_of(message.payloads), size_of(payloads)))
         found.answering += seconds
         return payloads
 
@@ -336,10 +335,10 @@ def _compared_without_options(
     """Warn of each ``given`` option that does not change a single bit of the first rounds."""
     choice, began, took, left = run.scenario.protocol, time.monotonic(), 0.0, list[str]()
     for name, other in _alternatives(run, given):
-        if time.monotonic() - began + took > _COMPARING_SECONDS:
+        started = time.monotonic()
+        if started - began + took > _COMPARING_SECONDS:
             left.append(name)
             continue
-        started = time.monotonic()
         try:
             rounds = _rounds(_with_method(run, choice.name, {**choice.options, name: other}), population, usual.merges)
         except FedmqError:
@@ -347,15 +346,12 @@ def _compared_without_options(
             continue
         took = time.monotonic() - started
         if rounds.content == usual.content:
-            yield CheckWarning(
-                Finding.OPTION_WITHOUT_EFFECT,
-                f"protocol.{name}: {choice.options[name]} has no effect in the first "
-                f"{counted(usual.merges, 'round')}: with {other} they are bit-identical",
-            )
+            what = f"protocol.{name}: {choice.options[name]} has no effect in the first "
+            same = f"{counted(usual.merges, 'round')}: with {other} they are bit-identical"
+            yield CheckWarning(Finding.OPTION_WITHOUT_EFFECT, f"{what}{same}")
     if left:
-        yield CheckWarning(
-            Finding.NOT_COMPARED, f"options that are not compared, as that takes too long or fails: {', '.join(left)}"
-        )
+        what = f"options that are not compared, as that takes too long or fails: {', '.join(left)}"
+        yield CheckWarning(Finding.NOT_COMPARED, what)
 
 
 def _alternatives(run: ResolvedRun, given: Sequence[str]) -> Iterator[tuple[str, object]]:

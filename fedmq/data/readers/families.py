@@ -15,7 +15,7 @@ import functools
 import sqlite3
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -27,7 +27,7 @@ import numpy as np
 from fedmq import seeds
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked
-from fedmq.data.readers.openmoji import MAX_CAPTIONS, Drawings, Split, caption_candidates, render_svg
+from fedmq.data.readers.openmoji import Drawings, Split, caption_candidates, kept_captions, render_svg
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.images import Pixels
 from fedmq.errors import InputError
@@ -158,9 +158,7 @@ def concept_of(name: str) -> str:
 def split_of(concept: str) -> Split:
     """The split of a concept, from a hash of it."""
     fraction = seeds.derive(_SEED, "families", "split", concept) / 2**63
-    if fraction < TRAIN_BELOW:
-        return "train"
-    return "val" if fraction < VAL_BELOW else "test"
+    return "train" if fraction < TRAIN_BELOW else "val" if fraction < VAL_BELOW else "test"
 
 
 def _chosen(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -202,14 +200,9 @@ def load_items() -> list[Item]:
             items.append(Item(key, style, concept, tuple(captions), split))
             for caption in captions:
                 users[caption.lower()].add(concept)
+    uses = {caption: len(concepts) for caption, concepts in users.items()}
     items.sort(key=lambda item: item.key)
-    return [replace(item, captions=_unambiguous(item.captions, users)) for item in items]
-
-
-def _unambiguous(captions: Sequence[str], users: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """The name, which comes first, and the other captions that only one concept uses, at most :data:`MAX_CAPTIONS`."""
-    others = [caption for caption in captions[1:] if len(users[caption.lower()]) == 1]
-    return (captions[0], *others[: MAX_CAPTIONS - 1])
+    return [replace(item, captions=kept_captions(item.captions, uses)) for item in items]
 
 
 def read_families(data: Data) -> RawSet:

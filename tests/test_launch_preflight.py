@@ -222,3 +222,10 @@ def test_a_missing_file_or_folder_is_refused_before_torch_is_imported(tmp_path: 
     assert done.stdout.split() == ["2", "False"] * len(starts + looks)
     assert done.stderr.count("none: found 'no such file'") == len(starts)
     assert done.stderr.count("none: found 'no such folder'") == len(looks)
+
+
+def test_a_check_refuses_what_only_a_run_on_this_machine_can_do(tiny: Path) -> None:
+    scenario = resolved(tiny, "launcher=ray", "wire.transport=shm")
+    found = {each.name: each for each in module.preflight(Program.CHECK, Starting(run_of(scenario)))}
+    assert found["launcher"].verdict is Verdict.FAILED
+    assert "found 'shm', allowed: ipc with launcher ray" in found["launcher"].detail

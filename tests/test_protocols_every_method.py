@@ -520,3 +520,8 @@ def test_general_methods_run_on_every_base(base: str) -> None:
 def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
     with pytest.raises(InputError, match=option):
         objectives.options_of(Objective(base="dgcpn", **{option: -1.0}))
+
+
+def test_a_base_without_options_names_the_key_that_it_refuses_and_how_a_base_is_chosen() -> None:
+    with pytest.raises(InputError, match=r"objective: found 'name', allowed: base; info_nce has no options"):
+        objectives.options_of(Objective.model_validate({"name": "dscmr"}))

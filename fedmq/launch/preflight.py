@@ -33,6 +33,7 @@ from fedmq.federation.population import build_population, device_of
 from fedmq.federation.preflight import SCENARIO, Check, Outcome, Program, Result, Verdict, results
 from fedmq.federation.protocol import FederatedProtocol, Local, Task, Trained
 from fedmq.launch.preparation import check_data
+from fedmq.launch.remote_peer import refuse_local_only
 from fedmq.packages import versions
 from fedmq.runs import trackers
 from fedmq.runs.status import StatusFile, status_of
@@ -118,6 +119,15 @@ def _device(starting: Starting) -> None:
 
 def _trackers(starting: Starting) -> None:
     trackers.check(starting.run.scenario.track)
+
+
+def _cluster(starting: Starting) -> None:
+    source, scenario = starting.run.source, starting.run.scenario
+    if scenario.launcher in ("ray", "slurm"):
+        try:
+            refuse_local_only(scenario)
+        except InputError as error:
+            raise InputError(source.place(error.place), error.found, error.allowed) from None
 
 
 def _run_data(starting: Starting) -> None:
@@ -379,6 +389,7 @@ CHECKS: tuple[Check[Starting], ...] = (
     Check("coordinator's versions", "install the same versions on both machines", _same_versions),
     Check("policy", _POLICY, _readable_policy),
     Check("device", "another device, or a machine that has it", _device, programs=_WITH_A_DEVICE),
+    Check("launcher", "launcher: local, or without this setting", _cluster, programs=Program.CHECK),
     Check("data of the run", "fedmq data check FILE lists all problems", _run_data, programs=Program.CHECK),
     Check("data", "fedmq data check FILE lists all problems", _data, ("data on disk", "name", "device")),
     Check("fit with other sites", _SITES_FIX, _fit),

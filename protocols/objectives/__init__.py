@@ -29,9 +29,8 @@ def options_of(objective: Objective, place: str = "objective") -> Any:
     """
     kind = OBJECTIVES.find(objective.base)
     if objective.options and not dataclasses.fields(kind.options):
-        raise InputError(
-            place, "options", f"none with base {objective.base}; its temperature is an option of the method"
-        )
+        allowed = f"base; {objective.base} has no options, and its temperature is an option of the method"
+        raise InputError(place, next(iter(objective.options)), allowed)
     return parsed(kind.options, objective.options, place)
 
 

@@ -51,7 +51,7 @@ FAULTS = {
         {"    try:\n        shutil": "    [shutil.rmtree(old) for old in before[:-1]]\n    try:\n        shutil"},
     ),
     "the merge line is written after the checkpoint": PlantedFault(
-        1,
+        12,
         Loop._merge,
         {
             "append_metrics(self.run_context.folder, line, self.clock, durable=True)": "pass",

@@ -80,7 +80,7 @@ def _snapshots(store: EpochStore, parts: _Parts) -> Snapshots:
     """The snapshots of one task of a silo."""
     model, *rest = parts
     silo = SiloFacts("silo-00", 0, True, True)
-    local = Local(silo, share(silo, 4), model, {}, (), store)
+    local = Local(silo, share(silo, 4), model, {}, (), epochs=store)
     return Snapshots(local, Task(1, 0, 0, 0.1, ()), torch.zeros(model.layout.size), *rest)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from blake3 import blake3
 from pydantic import Field, JsonValue
 from safetensors import SafetensorError
 
@@ -106,20 +105,19 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        digests, known = dict[str, str](), dict[str, str]()
+        digests, known = dict[str, str](), _digests(before[-1]) if before else {}
         for version, state in checkpoint.states.items():
             name = f"state-{version:06d}.safetensors"
-            older = before[-1] / name if before and before[-1] != target else None
-            older = older if older is not None and older.exists() else None
-            known = known or ({} if older is None else _digests(older.parent))
-            if older is not None and name in known:
+            older = before[-1] / name if before else None
+            if older is not None and older.exists() and name in known and before[-1] != target:
                 # The same tensors are on disk already; a hard link needs no space.
                 os.link(older, temporary / name)
                 # The digest taken at writing: a digest taken now would accept a file that was changed in between.
                 digests[name] = known[name]
             else:
-                digests[name] = _write_state(temporary / name, state)
+                _write_state(temporary / name, state)
                 to_disk(temporary / name)
+                digests[name] = read_digest(temporary / name)[1]
         record = CheckpointRecord(
             rounds=checkpoint.rounds,
             now=checkpoint.now,
@@ -148,12 +146,9 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
     return target
 
 
-def _write_state(path: Path, state: State) -> str:
-    """Write a state; returns the BLAKE3 digest (hex) of its file."""
+def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
-    hashed = blake3()
-    write_tensors(path, tensors, on_written=hashed.update)
-    return hashed.hexdigest()
+    write_tensors(path, tensors)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -168,9 +168,14 @@ def _messages(loop: Loop) -> MessageCounts:
 def _seconds(counters: Counters, clock: Clock) -> Seconds:
     spent = {name: counters.seconds.get(name, 0.0) for name in _MEASURED}
     total = counters.seconds["total"]
-    phases = {"total": total, "training": max(0.0, total - sum(spent.values())), **spent}
-    virtual = round(clock.now(), 6) if clock.virtual else None
-    return Seconds(**{name: round(seconds, 3) for name, seconds in phases.items()}, virtual=virtual)
+    return Seconds(
+        total=round(total, 3),
+        startup=round(spent["startup"], 3),
+        training=round(max(0.0, total - sum(spent.values())), 3),
+        merge=round(spent["merge"], 3),
+        evaluation=round(spent["evaluation"], 3),
+        virtual=round(clock.now(), 6) if clock.virtual else None,
+    )
 
 
 def _versions_of(loop: Loop) -> dict[str, str]:

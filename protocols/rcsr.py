@@ -353,7 +353,7 @@ class Rcsr(FederatedProtocol):
         return weights, within, adam, log
 
     def _router_rate(self, merges: int) -> float:
-        """The router's learning rate after so many merges. By algorithm 1 it is not trained during the warm-up."""
+        """The router's learning rate after this number of merges; ``router_warmup_rate`` in the warm-up."""
         return self.options.router_rate if merges >= self.options.warmup else self.options.router_warmup_rate
 
     def _fairness_stepped(

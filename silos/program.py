@@ -109,13 +109,22 @@ def _log_and_channel(
     arguments: SiloArguments, identity: Identity, accepted: Accepted, now: Callable[[], float], logger: Logger
 ) -> tuple[MessageLog, Channel]:
     """A silo's message log and its channel, which sends nothing that the silo's policy forbids."""
-    run, uri, out, forbidden = arguments.run, arguments.connect, arguments.out, None
+    run, forbidden = arguments.run, None
     if arguments.policy is not None:
-        path = RunFolder(out).messages(arguments.name)
+        path = RunFolder(arguments.out).messages(arguments.name)
         forbidden = guard_of(arguments.policy, arguments.name, path, kinds_needed(run.scenario), logger.warning)
-    ends = arguments.ends_with_other_run
-    place = (run, uri, out, identity, accepted, WallClock(), now, logger)
-    return open_channel(*place, forbidden=forbidden, ends_with_other_run=ends)
+    return open_channel(
+        run,
+        arguments.connect,
+        arguments.out,
+        identity,
+        accepted,
+        clock=WallClock(),
+        now=now,
+        logger=logger,
+        forbidden=forbidden,
+        ends_with_other_run=arguments.ends_with_other_run,
+    )
 
 
 #: Evaluations of a version with another model than before that a silo answers in a run: a coordinator that was killed

@@ -268,8 +268,8 @@ class EvaluatorPeer(Peer):
     def _open(self) -> Channel:
         simulation = self.simulation
         identity, accepted = load_identity(simulation.keys, EVALUATOR), load_accepted(simulation.keys)
-        clock, run = SimulatedClock(simulation.world), simulation.federation.run
-        log, channel = open_channel(run, URI, simulation.out, identity, accepted, clock, lambda: 0.0, QUIET)
+        clock, run, out = SimulatedClock(simulation.world), simulation.federation.run, simulation.out
+        log, channel = open_channel(run, URI, out, identity, accepted, clock=clock, now=lambda: 0.0, logger=QUIET)
         channel._deliver = self.inbox.append
         population = simulation.federation.population
         log.start(identity, accepted, StartFacts.of(run, population.prepared.content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ RCSR = {
 }
 
 
-def resolved(folder: Path, protocol: dict[str, Any], *settings: str, **sections: Any) -> ResolvedRun:
+def resolved(folder: Path, protocol: Mapping[str, object], *settings: str, **sections: object) -> ResolvedRun:
     """A scenario that gives these sections alone."""
-    given = {"name": "preset", "protocol": protocol, "objective": BASES[protocol["name"]], "data": {"name": "openmoji"}}
-    kind = {"kind": "iid"}
-    (folder / "scenario.yaml").write_text(yaml.safe_dump({**given, "partition": kind, **sections}))
+    given = {"name": "preset", "protocol": dict(protocol), "objective": BASES[str(protocol["name"])]}
+    usual = {"data": {"name": "openmoji"}, "partition": {"kind": "iid"}}
+    (folder / "scenario.yaml").write_text(yaml.safe_dump({**given, **usual, **sections}))
     return resolve(read(folder / "scenario.yaml", settings), protocols)
 
 

@@ -325,8 +325,8 @@ def test_masked_equation_9_is_that_of_the_paired_silos_alone() -> None:
     aim /= np.linalg.norm(aim)
     expected = 1 - mixed @ aim + (1 - directions[0] @ mixed) / 3 + (1 - directions[1] @ mixed) * 2 / 3
     np.testing.assert_allclose(float(found), expected, rtol=1e-12)
-    nobody = router.alignment_consistency(weights, filled, target, False, torch.zeros(4, 2, dtype=torch.float64))
-    assert math.isfinite(float(nobody))
+    without_pairs = router.alignment_consistency(weights, filled, target, False, torch.zeros(4, 2, dtype=torch.float64))
+    assert math.isfinite(float(without_pairs))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -22,6 +22,8 @@ import yaml
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
+from fedmq.wire.log_records import MessageRecord, read_log
+from fedmq.wire.messages import Kind
 from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports import shm
 from fedmq.wire.transports.base import Connection, Listener
@@ -240,13 +242,9 @@ def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, t
     ipc, shared, killed = found
     assert ipc["model_digest"] == shared["model_digest"] == killed["model_digest"]
     assert ipc["bytes"] == shared["bytes"]
-    tasks = [record["bytes"] for record in records_of(tmp_path / "shm") if record.get("kind") == "task"]
+    log = read_log(tmp_path / "shm" / "messages" / "coordinator.jsonl")
+    tasks = [each.bytes for _, each in log if isinstance(each, MessageRecord) and each.header.kind is Kind.TASK]
     assert tasks and min(tasks) > shm.LEAST_BYTES
-
-
-def records_of(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "messages" / "coordinator.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 # ------------------------------------------------------------------------------------------------------ hostile peers

@@ -23,6 +23,7 @@ from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.packages import SCENARIOS
+from fedmq.storage.json_files import Problem
 from fedmq.storage.regular_files import is_file
 
 #: Keys of a data section that are paths.
@@ -304,7 +305,9 @@ def _with_preset(scenario: Scenario, preset: Mapping[str, object]) -> Scenario:
     try:
         return Scenario.model_validate(given)
     except ValidationError as error:
-        allowed = f"a scenario that the preset fits: {error.errors(include_url=False)[0]['msg']}"
+        problem = Problem.of(error.errors(include_url=False)[0])
+        key = ".".join(map(str, problem.location))
+        allowed = f"a scenario that the preset fits; here {key or 'a section'} would be refused: {problem.allowed}"
         raise InputError("protocol.preset", scenario.protocol.options["preset"], allowed) from None
 
 

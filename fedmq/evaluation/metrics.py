@@ -208,11 +208,6 @@ class Measure:
         """Names of the values it may have under a scenario's ``evaluation``."""
         return tuple(self.names(evaluation)) if self.names else tuple(metric.name for metric in self.metrics)
 
-    @cached_property
-    def _entries(self) -> dict[str, Metric | None]:
-        """The entry of each value computed so far, by the value's name; None if it has none."""
-        return {}
-
     def of(self, items: Measured) -> dict[str, float]:
         """Compute the metrics, and check each value against its entry.
 
@@ -221,9 +216,7 @@ class Measure:
         """
         values = self.compute(items)
         for name, value in values.items():
-            if name not in self._entries:
-                self._entries[name] = _found(name, self.metrics)
-            metric = self._entries[name]
+            metric = _found(name, self.metrics)
             if metric is None:
                 raise RunError(f"metric {name}: computed by {_place(self.compute)}, which has no entry for it")
             if (objection := metric.objection(value)) is not None:
@@ -369,16 +362,6 @@ def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
     return next((named for metric in metrics if (named := metric.named(name)) is not None), None)
 
 
-@lru_cache(1024)
-def _known(name: str) -> Metric | None:
-    return _found(name, _KNOWN)
-
-
-def _entry(name: str, custom: Iterable[Metric]) -> Metric | None:
-    """The entry of a built-in or user-defined metric; None if there is no such metric."""
-    return _known(name) or _found(name, custom)
-
-
 def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     """The entry of a metric.
 
@@ -389,7 +372,7 @@ def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     Raises:
         InputError: there is no such metric; the error suggests similar names.
     """
-    metric = _entry(name, custom)
+    metric = _found(name, (*_KNOWN, *custom))
     if metric is None:
         known = dict.fromkeys([*known_names(Evaluation()), *(entry.name for entry in (*OVER_SILOS, *custom))])
         raise InputError("metric", name, f"a metric; did you mean {' or '.join(nearest(name, known)[:3])}?")
@@ -398,7 +381,7 @@ def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
 
 def is_known(name: str, custom: Sequence[Metric] = ()) -> bool:
     """Whether there is a metric of that name."""
-    return _entry(name, custom) is not None
+    return _found(name, (*_KNOWN, *custom)) is not None
 
 
 def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
@@ -415,7 +398,7 @@ def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
     """
     if column.startswith(_COSTS):
         return False
-    metric = _entry(column.rpartition(".")[2], custom)
+    metric = _found(column.rpartition(".")[2], (*_KNOWN, *custom))
     return metric is None or metric.higher_is_better
 
 
@@ -426,7 +409,8 @@ def shown(values: Mapping[str, float], custom: Sequence[Metric] = ()) -> list[Me
         values: values by name.
         custom: entries of user-defined metrics.
     """
-    return [metric for name in values if (metric := _entry(name, custom)) is not None and metric.shown]
+    metrics = (*_KNOWN, *custom)
+    return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
 
 
 def measure(items: Measured, measures: Iterable[Measure] = BUILT_IN, *, whole_split: bool = False) -> dict[str, float]:
@@ -465,7 +449,7 @@ def objection(
     """
     allowed = None if names is None else frozenset(names)
     for name, value in values.items():
-        metric = _entry(name, custom)
+        metric = _found(name, (*_KNOWN, *custom))
         if metric is None or (allowed is not None and name not in allowed):
             return f"{name}, which is not measured in this run"
         if (wrong := metric.objection(value)) is not None:

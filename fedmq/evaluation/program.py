@@ -160,8 +160,16 @@ def run_evaluator(
     identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     last_sent = {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
-    place = (arguments.run, arguments.connect, arguments.out)
-    log, link = open_channel(*place, identity, accepted, WallClock(), lambda: last_sent["at"], logger)
+    log, link = open_channel(
+        arguments.run,
+        arguments.connect,
+        arguments.out,
+        identity,
+        accepted,
+        clock=WallClock(),
+        now=lambda: last_sent["at"],
+        logger=logger,
+    )
     console = arguments.logs is not None and arguments.logs.console
     errors = ErrorFile(RunFolder(arguments.out).errors(EVALUATOR), line=not console)
     try:

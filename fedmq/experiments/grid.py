@@ -307,29 +307,34 @@ def _settings(key: str, value: Any, own: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------------------------------------ values at an edge
-def _numbers(entry: Entry) -> dict[str, list[float]]:
+def _number(setting: str) -> float | None:
+    """The number that a setting gives; None for another value."""
+    value = json.loads(setting.partition("=")[2])
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _numbers_of(settings: Sequence[str]) -> dict[str, float]:
+    """The numbers that settings give, by key."""
+    return {_key(setting): value for setting in settings if (value := _number(setting)) is not None}
+
+
+def _numbers_tried(entry: Entry) -> dict[str, list[float]]:
     """For each key of which a row tries at least two values, all of them numbers: the values, ascending."""
-    tried: dict[str, list[Any]] = {}
+    tried: dict[str, list[float | None]] = {}
     for setting in dict.fromkeys(itertools.chain.from_iterable(entry.candidates)):
-        for key, value in _values([setting]).items():
-            tried.setdefault(key, []).append(value)
-    return {
-        key: sorted(values)
-        for key, values in tried.items()
-        if len(values) > 1 and all(isinstance(value, int | float) and type(value) is not bool for value in values)
-    }
-
-
-def _values(settings: Sequence[str]) -> dict[str, Any]:
-    """The values that settings give, by key."""
-    return {key: json.loads(text) for key, _, text in (setting.partition("=") for setting in settings)}
+        tried.setdefault(_key(setting), []).append(_number(setting))
+    numbers = {key: [value for value in values if value is not None] for key, values in tried.items()}
+    return {key: sorted(numbers[key]) for key, values in tried.items() if 1 < len(values) == len(numbers[key])}
 
 
 def at_edge(entry: Entry, chosen: Sequence[str]) -> dict[str, float]:
     """The chosen values that are the smallest or largest of those tried, by key; empty if nothing was chosen."""
-    values = _values(chosen)
-    ends = {key: (tried[0], tried[-1]) for key, tried in _numbers(entry).items()}
-    return {key: values[key] for key, both in ends.items() if values.get(key) in both}
+    tried = _numbers_tried(entry)
+    return {
+        key: value
+        for key, value in _numbers_of(chosen).items()
+        if key in tried and value in (tried[key][0], tried[key][-1])
+    }
 
 
 def _rounded(value: float, tried: Sequence[float]) -> float:
@@ -368,15 +373,15 @@ def grown(plan: ComparisonPlan, chosen: Mapping[str, Sequence[str] | None], reso
     more, rows = dict[str, list[tuple[str, ...]]](), [entry for entry in plan.entries if len(entry.candidates) > 1]
     selecting = [(entry, choice) for entry in rows if (choice := chosen[entry.name]) is not None]
     for entry, choice in selecting:
-        edges, numbers = at_edge(entry, choice), _numbers(entry)
+        edges, numbers = at_edge(entry, choice), _numbers_tried(entry)
         beyond = [_with(choice, key, _beyond(numbers[key], value)) for key, value in edges.items()]
         more[entry.name] = [candidate for candidate in beyond if _is_new(entry, candidate, resolve)]
     most = max(map(len, more.values()), default=0)
     if not most:
         return None
     for entry, choice in selecting:
-        own, values = more[entry.name], _values(choice)
-        for key, tried in _numbers(entry).items():
+        own, values = more[entry.name], _numbers_of(choice)
+        for key, tried in _numbers_tried(entry).items():
             for middle in _between(tried, values[key]):
                 candidate = _with(choice, key, middle)
                 if len(own) < most and candidate not in own and _is_new(entry, candidate, resolve):

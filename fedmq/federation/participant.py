@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -149,17 +148,32 @@ def open_channel(
     out: Path,
     identity: Identity,
     accepted: Accepted,
+    *,
     clock: Clock,
     now: Callable[[], float],
     logger: Logger,
     comparison: ScenarioComparison | None = None,
     forbidden: Callable[[Message, int], Refusal | None] | None = None,
-    **options: Any,
+    patience: float = 1.0,
+    deliver: Callable[[Message], None] | None = None,
+    ends_with_other_run: bool = False,
 ) -> tuple[MessageLog, Channel]:
-    """The message log of a silo or the evaluator in the folder ``out``, and its channel to the coordinator at ``uri``.
+    """Open the message log of a silo or the evaluator, and its channel to the coordinator.
 
-    ``now`` is the run's time as the process knows it, from the time stamp of its last message [s]. Without a
-    ``comparison`` the process makes its own; ``forbidden`` and ``options`` are as for :class:`Channel`.
+    Args:
+        run: the run.
+        uri: where the coordinator listens.
+        out: folder of the log.
+        identity: name and key of the silo or the evaluator.
+        accepted: accepted public keys.
+        clock: clock of log and channel.
+        now: the run's time as the process knows it, from the time stamp of its last message [s].
+        logger: the log for operators.
+        comparison: finds what differs from the coordinator's scenario; None makes one for this process.
+        forbidden: as for :class:`Channel`, like the arguments after it.
+        patience: see ``forbidden``.
+        deliver: see ``forbidden``.
+        ends_with_other_run: see ``forbidden``.
     """
     name, scenario = identity.name, run.scenario
     log = MessageLog(RunFolder(out).messages(name), name, clock, logger=logger)
@@ -167,9 +181,21 @@ def open_channel(
     if comparison is None:
         plain = scenario.model_dump(mode="json")
         comparison = ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None)
-    options |= {"options": wire_over(uri, scenario.wire, scenario.faults), "comparison": comparison}
     return log, Channel(
-        uri, identity, accepted, run.id, log, clock, now, logger.warning, forbidden=forbidden, **options
+        uri,
+        identity,
+        accepted,
+        run.id,
+        log,
+        clock,
+        now=now,
+        progress=logger.warning,
+        forbidden=forbidden,
+        patience=patience,
+        deliver=deliver,
+        options=wire_over(uri, scenario.wire, scenario.faults),
+        comparison=comparison,
+        ends_with_other_run=ends_with_other_run,
     )
 
 

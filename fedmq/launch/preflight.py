@@ -122,12 +122,10 @@ def _trackers(starting: Starting) -> None:
 
 
 def _cluster(starting: Starting) -> None:
-    source, scenario = starting.run.source, starting.run.scenario
-    if scenario.launcher in ("ray", "slurm"):
-        try:
-            refuse_local_only(scenario)
-        except InputError as error:
-            raise InputError(source.place(error.place), error.found, error.allowed) from None
+    try:
+        refuse_local_only(starting.run.scenario)
+    except InputError as error:
+        raise InputError(starting.run.source.place(error.place), error.found, error.allowed) from None
 
 
 def _run_data(starting: Starting) -> None:

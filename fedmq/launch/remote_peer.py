@@ -402,11 +402,13 @@ def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[
 
 
 def refuse_local_only(scenario: Scenario) -> None:
-    """Refuse what only works on one machine: shared memory, and the fault ``freeze``.
+    """Refuse on a cluster what only works on one machine: shared memory, and the fault ``freeze``.
 
     Raises:
-        InputError: the scenario has one of them.
+        InputError: the scenario has one of them, and a launcher of several machines.
     """
+    if scenario.launcher not in ("ray", "slurm"):
+        return
     if scenario.wire.transport == "shm":
         allowed = f"ipc with launcher {scenario.launcher}, whose processes are on several machines"
         raise InputError("wire.transport", "shm", allowed)

@@ -72,8 +72,7 @@ class Simulated:
 @contextlib.contextmanager
 def _cluster_of(scenario: Scenario, folder: RunFolder) -> Iterator[Cluster | None]:
     """The cluster that the scenario's launcher selects; None for this machine."""
-    if scenario.launcher in ("ray", "slurm"):
-        refuse_local_only(scenario)
+    refuse_local_only(scenario)
     match scenario.launcher:
         case "ray":
             from fedmq.launch.ray_cluster import RayCluster  # noqa: PLC0415 - an extra

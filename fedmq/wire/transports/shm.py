@@ -3,7 +3,8 @@
 Each end keeps a few *blocks*, memfds that it reuses. The sender seals a body into a block, and sends the block's name
 through the socket. The receiver maps the block and opens the body there. Once the receiver's last view of the body is
 gone, it acknowledges the body: it writes the message's number into the sender's *marks*, an array with one number for
-each block. Then the sender may reuse the block. If no block is free, the body goes through the socket; nobody waits.
+each block. Then the sender may reuse the block. If no block is free, the sender does not wait: the body goes through
+the socket.
 
 A block cannot shrink, and only its maker can write to it. So reading a block cannot end a process by SIGBUS, and a
 third process cannot change a message that is being sealed or opened. The kernel frees blocks when their processes end.

@@ -49,7 +49,8 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, keep_buffers, padded_size
 from fedmq.wire.transports.base import QUEUE, Listener
-from fedmq.wire.transports.registry import beat_patience, listen
+from fedmq.wire.transports.registry import listen
+from fedmq.wire.transports.shared_connections import beat_patience
 from fedmq.wire.transports.tickets import ListenerKeys
 
 #: File descriptors of any process of a run: its imports, locks, sockets and ZeroMQ's threads.
@@ -68,7 +69,7 @@ class CoordinatorArguments:
     out: Path  # the run folder; created if missing
     resume: bool = False  # resume from the run folder's last checkpoint
     data: Path | None = None  # folder of the prepared data; None to look it up
-    silos_per_connection: int = 1  # maximum number of silos that share a connection, see transports.registry
+    silos_per_connection: int = 1  # maximum number of silos that share a connection, see shared_connections
     # Whether a stop also ends the silos and the evaluator; by default they wait for the coordinator.
     stop_silos: bool = False
     logs: LogOptions | None = None  # options of the log for operators; None for no log

@@ -37,7 +37,8 @@ from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import QUEUE
-from fedmq.wire.transports.registry import Branch, beat_patience, connect_shared
+from fedmq.wire.transports.registry import connect_shared
+from fedmq.wire.transports.shared_connections import Branch, beat_patience
 from silos.personal_state import StateNotes, StateStore
 from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder

@@ -28,7 +28,8 @@ from fedmq.launch import forkserver
 from fedmq.launch.forkserver import FORKSERVER, private_folder
 from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
-from fedmq.wire.transports.registry import MAX_BRANCHES, check_uri
+from fedmq.wire.transports.registry import check_uri
+from fedmq.wire.transports.shared_connections import MAX_BRANCHES
 from tests.waiting import PATIENCE
 
 #: Open files of a host per silo: its message log, and its log for operators.

@@ -22,7 +22,8 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import transports
 from fedmq.wire.transports import memory, registry
 from fedmq.wire.transports.base import Connection, Listener
-from fedmq.wire.transports.registry import beat_patience, check_uri, connect, connect_shared, listen, register, schemes
+from fedmq.wire.transports.registry import check_uri, connect, connect_shared, listen, register, schemes
+from fedmq.wire.transports.shared_connections import beat_patience
 from tests import queue_transport
 from tests.waiting import memory_uri, wait_for
 

@@ -39,7 +39,7 @@ from fedmq.storage.logs import LogOptions
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line, size_text
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.transports.registry import MAX_BRANCHES, SHARED
+from fedmq.wire.transports.shared_connections import MAX_BRANCHES, SHARED
 from silos.host import HostArguments, run_host
 from silos.program import run_silo
 from silos.tasks import SiloArguments

@@ -37,10 +37,11 @@ FEDMQ = str(Path(sys.executable).parent / "fedmq")
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Listener, Connection]]:
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Connection]]:
     listener = listen(f"shm://{tmp_path}/socket")
     connection = connect(listener.uri)
     yield listener, connection
+    monkeypatch.setattr(shm, "_LINGER_S", 0.0)  # what a test has left unread is read no more
     for end in (connection, listener):
         end.close()
 

@@ -24,6 +24,7 @@ from tests.comparisons import comparison_file, finish
 from tests.in_process_jobs import run_jobs_here
 from tests.threaded_run import resolved, run
 from tests.waiting import PATIENCE, wait_for
+from tools.make_results import Kept
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +131,9 @@ def test_a_comparison_with_a_failed_run_writes_the_other_results_and_exits_with_
         (1, 0.1, None),
         (1, 0.2, None),
     ]
+    kept = Kept.model_validate(result)  # what docs/results/data keeps
+    assert kept.command.startswith("fedmq compare ") and "--json" not in kept.command
+    assert [run["seed"] for run in result["runs"]] == [0, 0] and len(kept.table.body) == 2
     assert "failed training.learning_rate=0.1, seed 9: no luck" in done.stderr
     for name in ("table.csv", "runs.csv", "table.tex", "table.md", "plots.html"):
         assert (tmp_path / name).stat().st_size > 0

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 import protocols
 from fedmq.audit.policy import Policy
 from fedmq.cli import key_reference
-from tools import make_reference
+from tools import make_reference, make_results
 
 ROOT = Path(__file__).parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "scenarios/**/*.md", "fedmq/**/*.md")
@@ -217,6 +217,9 @@ def problems() -> Iterator[str]:
     for name, made in make_reference.pages().items():
         if (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") != made:
             yield f"docs/reference/{name}: python -m tools.make_reference writes it anew"
+    for page, made in make_results.pages().items():
+        if page.read_text(encoding="utf-8") != made:
+            yield f"{page.relative_to(ROOT)}: python -m tools.make_results writes its tables anew"
     yield from list_problems()
     yield from size_problems()
 

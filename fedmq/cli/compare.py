@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -331,11 +331,16 @@ def carry_out(options: Options) -> None:
     title = f"{options.kind}: {', '.join(map(str, [options.source] if options.source else options.files))}"
     _write_tables(comparison, plan, table, folder)
     if options.as_json:
-        rows = tables.plain(comparison.rows)
-        print_json(
-            {"folder": str(folder), "rows": rows, "errors": comparison.errors, "diverged": comparison.diverged},
-            indent=None,
-        )
+        result = {
+            "command": command_line(),
+            "folder": str(folder),
+            "table": asdict(table),
+            "rows": tables.plain(comparison.rows),
+            "runs": tables.runs(comparison.rows, plan),
+            "errors": comparison.errors,
+            "diverged": comparison.diverged,
+        }
+        print_json(result, indent=None)
     else:
         out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last, so that the tables exist even if this fails.

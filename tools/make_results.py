@@ -1,0 +1,94 @@
+"""Write the tables of README.md and docs/results from the results that docs/results/data keeps.
+
+    python -m tools.make_results
+
+A file there is what ``fedmq compare FILE --json`` prints. Its table stands on a page between the lines ``<!-- table:
+NAME; columns: mean_r1, chosen; rows: fedavg, rcsr -->`` and ``<!-- end -->``; the page says what it shows and what
+follows. Columns and rows are optional, and a metric's column brings its difference. ``make static`` fails if a page is
+not what this command writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator
+
+from fedmq.experiments.tables import Grid, markdown_cell, markdown_text
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "docs" / "results" / "data"
+#: Longest line of a note, in characters.
+WIDTH = 116
+_TABLE = re.compile(
+    r"(?P<begin><!-- table: (?P<name>\w+)(?:; columns: (?P<columns>[^;]+?))?(?:; rows: (?P<rows>[^;]+?))?"
+    r"(?P<short>; short)? -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+#: Options that say how the runs were executed, not what was run.
+_EXECUTION = re.compile(r" --(json|quiet|jobs \d+)\b")
+
+
+class Kept(BaseModel):
+    """What a page shows of a kept result."""
+
+    command: Annotated[str, BeforeValidator(lambda text: _EXECUTION.sub("", text))]
+    table: Grid
+
+
+def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> str:
+    """A kept table in Markdown, with the command and the notes; a short one has neither.
+
+    Args:
+        kept: the result.
+        columns: heads of the columns to show, all if empty.
+        rows: names of the rows to show, all if empty.
+        short: whether only the table is shown.
+
+    Raises:
+        ValueError: the result has no such column or row.
+    """
+    head, body = kept.table.head, kept.table.body
+    if unknown := {*columns} - {*head} | {*rows} - {line[0].text for line in body}:
+        raise ValueError(f"no {', '.join(sorted(unknown))} in the result of {kept.command}")
+    # A column of differences belongs to the metric before it.
+    metric = [head[place - (name == "difference")] for place, name in enumerate(head)]
+    places = [0, *(place for place in range(1, len(head)) if not columns or metric[place] in columns)]
+    lines = ["| " + " | ".join(markdown_cell(head[place]) for place in places) + " |", "|---" * len(places) + "|"]
+    for line in body:
+        if not rows or line[0].text in rows:
+            cells = [(_decimals(markdown_cell(line[place].text)), line[place].best) for place in places]
+            lines.append("| " + " | ".join(f"**{text}**" if best else text for text, best in cells) + " |")
+    if short:
+        return "\n" + "\n".join(lines) + "\n\n"
+    notes = [
+        textwrap.fill(markdown_text(note), WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        for note in kept.table.notes
+    ]
+    return "\n".join([f"\n    {kept.command}\n", *lines, "", *notes, "\n"])
+
+
+def _decimals(text: str) -> str:
+    """Numbers below 1 without the leading zero."""
+    return re.sub(r"\b0\.(?=\d{4}\b)", ".", text)
+
+
+def pages() -> dict[Path, str]:
+    """The pages with tables, as they should be."""
+
+    def filled(match: re.Match[str]) -> str:
+        kept = Kept.model_validate(json.loads((DATA / f"{match['name']}.json").read_text(encoding="utf-8")))
+        columns, rows = (re.findall(r"[^,\s][^,]*", match[key] or "") for key in ("columns", "rows"))
+        return match["begin"] + table(kept, columns, rows, short=bool(match["short"])) + match["end"]
+
+    found = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *DATA.parent.glob("*.md"))}
+    return {path: _TABLE.sub(filled, text) for path, text in found.items() if _TABLE.search(text)}
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")

@@ -4,8 +4,9 @@
 
 A file there is what ``fedmq compare FILE --json`` prints. Its table stands on a page between the lines ``<!-- table:
 NAME; columns: mean_r1, chosen; rows: fedavg, rcsr -->`` and ``<!-- end -->``; the page says what it shows and what
-follows. Columns and rows are optional, and a metric's column brings its difference. ``make static`` fails if a page is
-not what this command writes.
+follows. Columns and rows are optional, and a metric's column brings its difference. ``; short`` leaves out the command
+and the notes. ``<!-- course: NAME; merges: 0, 5, 10 -->`` shows the first metric after these merges instead. ``make
+static`` fails if a page is not what this command writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator
@@ -29,8 +31,19 @@ _TABLE = re.compile(
     r"(?P<short>; short)? -->\n).*?(?P<end><!-- end -->)",
     re.DOTALL,
 )
+_COURSE = re.compile(
+    r"(?P<begin><!-- course: (?P<name>\w+); merges: (?P<merges>[\d, ]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
 #: Options that say how the runs were executed, not what was run.
 _EXECUTION = re.compile(r" --(json|quiet|jobs \d+)\b")
+
+
+class Run(BaseModel):
+    """One run of a kept result."""
+
+    name: str
+    seed: int
+    course: tuple[tuple[int, float], ...]  # merges, and the first metric after them
 
 
 class Kept(BaseModel):
@@ -38,6 +51,7 @@ class Kept(BaseModel):
 
     command: Annotated[str, BeforeValidator(lambda text: _EXECUTION.sub("", text))]
     table: Grid
+    runs: tuple[Run, ...]
 
 
 def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> str:
@@ -72,6 +86,23 @@ def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> st
     return "\n".join([f"\n    {kept.command}\n", *lines, "", *notes, "\n"])
 
 
+def course(kept: Kept, merges: list[int]) -> str:
+    """The first metric of each row after some merges, mean and sample standard deviation over seeds, in Markdown.
+
+    Raises:
+        ValueError: no run was evaluated after one of the numbers of merges.
+    """
+    lines = ["| merges | " + " | ".join(map(str, merges)) + " |", "|" + "---|" * (len(merges) + 1)]
+    for name in dict.fromkeys(run.name for run in kept.runs if len(run.course) > 1):
+        over = [dict(run.course) for run in kept.runs if run.name == name]
+        if missing := [at for at in merges if any(at not in values for values in over)]:
+            raise ValueError(f"{name} was not evaluated after {missing[0]} merges")
+        columns = [[values[at] for values in over] for at in merges]
+        cells = [f"{mean(column):.4f} ± {stdev(column):.4f}" for column in columns]
+        lines.append(f"| {markdown_cell(name)} | {_decimals(' | '.join(cells))} |")
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
 def _decimals(text: str) -> str:
     """Numbers below 1 without the leading zero."""
     return re.sub(r"\b0\.(?=\d{4}\b)", ".", text)
@@ -80,13 +111,20 @@ def _decimals(text: str) -> str:
 def pages() -> dict[Path, str]:
     """The pages with tables, as they should be."""
 
+    def read(match: re.Match[str]) -> Kept:
+        return Kept.model_validate(json.loads((DATA / f"{match['name']}.json").read_text(encoding="utf-8")))
+
     def filled(match: re.Match[str]) -> str:
-        kept = Kept.model_validate(json.loads((DATA / f"{match['name']}.json").read_text(encoding="utf-8")))
         columns, rows = (re.findall(r"[^,\s][^,]*", match[key] or "") for key in ("columns", "rows"))
-        return match["begin"] + table(kept, columns, rows, short=bool(match["short"])) + match["end"]
+        return match["begin"] + table(read(match), columns, rows, short=bool(match["short"])) + match["end"]
+
+    def drawn(match: re.Match[str]) -> str:
+        return match["begin"] + course(read(match), [int(at) for at in match["merges"].split(",")]) + match["end"]
 
     found = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *DATA.parent.glob("*.md"))}
-    return {path: _TABLE.sub(filled, text) for path, text in found.items() if _TABLE.search(text)}
+    return {
+        path: _COURSE.sub(drawn, _TABLE.sub(filled, text)) for path, text in found.items() if "<!-- end -->" in text
+    }
 
 
 if __name__ == "__main__":

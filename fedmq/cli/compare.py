@@ -336,7 +336,7 @@ def carry_out(options: Options) -> None:
             "folder": str(folder),
             "table": asdict(table),
             "rows": tables.plain(comparison.rows),
-            "runs": tables.runs(comparison.rows, plan),
+            "runs": tables.runs(comparison.rows, plan, courses=True),
             "errors": comparison.errors,
             "diverged": comparison.diverged,
         }

@@ -387,8 +387,11 @@ def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
     ]
 
 
-def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
-    """Every run as plain data: its row, seed, values, model and folder; unknown values are None."""
+def runs(rows: Sequence[Row], plan: ComparisonPlan, *, courses: bool = False) -> list[dict[str, object]]:
+    """Every run as plain data: its row, seed, values, model and folder; unknown values are None.
+
+    With ``courses`` also the first metric over the merges, as version and value of each evaluation.
+    """
     return [
         {
             "name": row.entry.name,
@@ -397,6 +400,7 @@ def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
             **{target.title: outcome.time_to(target) for target in plan.targets},
             "model_digest": None if outcome.summary is None else outcome.summary.model_digest,
             "folder": str(outcome.folder.root),
+            **({"course": [(at, value) for at, _, value in outcome.course(plan.metrics[0])]} if courses else {}),
         }
         for row in rows
         for seed, outcome in row.outcomes.items()

@@ -61,12 +61,11 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         lambda_pseudo: weight of the assignment term.
         lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
         lambda_keep: weight of the distance to the downloaded model's embeddings.
-        single_weight: factor of the weight in a merge of a single-modality silo, and of the items of a paired silo that
-            lack a modality. No effect if a merge has only its reply, as
-            in ``async`` mode, or in a branch that no paired silo trained.
         bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
             (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
-        branch_renorm: average each branch over the silos that trained it; if false, use the plain sum.
+        branch_renorm: average each branch over the silos that trained it; if false, use the plain sum. With
+            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
+            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
         personal: FedBridge-p: paired silos also fine-tune a personal adapter on their pairs, as in RCSR-p; it never
             leaves the silo. A silo that lacks a modality has no pairs to fit it and uses the global model.
     """
@@ -83,9 +82,8 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     lambda_pseudo: NonNegative = 1.0
     lambda_pair: NonNegative = 1.0
     lambda_keep: NonNegative = 1.0
-    single_weight: Positive = 0.5
     bank: Literal["none", "all", "paired"] = "none"
-    branch_renorm: bool = True
+    branch_renorm: aggregation.BranchRenorm = True
     personal: bool = False
 
 
@@ -240,19 +238,9 @@ class FedBridge(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
-        options = self.options
-        factors = [update.factor * self._factor(update.silo, update.samples) for update in replies]
-        weights = aggregation.sample_weights([update.samples for update in replies])
-        weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
-        theta = aggregation.merge_updates(state.theta, replies, weights, self.fedavg.branches, options.branch_renorm)
+        theta, _ = self.fedavg.averaged(state.theta, replies)
         tensors = centroids.updated(state.tensors, replies, round_, self.context.max_age)
         return MergeResult(State(theta, tensors, state.values), {"centroids": centroids.known(tensors)})
-
-    def _factor(self, silo: SiloFacts, samples: int) -> float:
-        """Factor of a silo's weight: 1 for its pairs, ``single_weight`` for its other items."""
-        if not silo.paired:
-            return self.options.single_weight
-        return 1.0 - (1.0 - self.options.single_weight) * min(silo.unpaired, samples) / samples
 
 
 PROTOCOL = FedBridge

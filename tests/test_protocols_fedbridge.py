@@ -203,12 +203,3 @@ def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
             payloads = tuple(lie if isinstance(each, ClassPrototypes) else each for each in reply.payloads)
             with pytest.raises(RemoteWireError, match="samples"):
                 run.protocol.check(payloads)  # type: ignore[attr-defined]
-
-
-def test_with_single_weight_near_zero_it_equals_fedavg_of_the_paired_silos() -> None:
-    run = population("fedbridge", {**NOW, "single_weight": 1e-12})
-    plain = population("fedavg", {"single_modality": "idle"})
-    for _ in range(3):
-        run.round()
-        plain.round()
-    torch.testing.assert_close(run.state.theta, plain.state.theta, rtol=1e-4, atol=1e-6)

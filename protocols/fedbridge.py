@@ -9,22 +9,25 @@ trains each sample to keep, and sharpen, the downloaded model's soft assignment 
         + lambda_pair NCE(z_i, z_i') + lambda_keep (1 - z_i . t_i)
 
 where t_i is the downloaded model's embedding of sample i, z_i that of the model in training, and z_i' the embedding of
-another caption of the same item (text silos only). docs/explanation/fedbridge.md gives the derivation, the traffic and
-what centroids reveal; docs/results has the ablations.
+a second view of the same item: another caption, and, with ``feature_dropout``, its features with some set to zero.
+docs/explanation/fedbridge.md gives the derivation, the traffic and what centroids reveal; docs/results has the
+ablations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from fedmq.config.sections import Count, Fraction, NonNegative, Positive
+from fedmq.config.sections import Count, Fraction, Modality, NonNegative, Number, Positive
+from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
     Encoders,
@@ -59,7 +62,10 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
         lambda_pseudo: weight of the assignment term.
-        lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
+        lambda_pair: weight of the contrast between two views of one item. A second view is another caption of the item;
+            images, and items with one caption, have one only with ``feature_dropout``.
+        feature_dropout: fraction of an item's input features that is set to zero in its second view (dropout, scaled by
+            1 / (1 - p)); 0 contrasts captions alone. Pixels and tokens have no such views.
         lambda_keep: weight of the distance to the downloaded model's embeddings.
         bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
             (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
@@ -72,6 +78,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "lambda_pseudo": ("tau_teacher",),
+        "lambda_pair": ("feature_dropout",),
         "personal": ("lambda_p", "personal_*"),
     }
 
@@ -81,6 +88,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     support: Count = 4
     lambda_pseudo: NonNegative = 1.0
     lambda_pair: NonNegative = 1.0
+    feature_dropout: Annotated[Number, Field(ge=0.0, lt=1.0)] = 0.0
     lambda_keep: NonNegative = 1.0
     bank: Literal["none", "all", "paired"] = "none"
     branch_renorm: aggregation.BranchRenorm = True
@@ -127,24 +135,45 @@ class Assigning(training.Work):
         for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
-                return self._loss(image, text, rows, caption, other)
+                return self._loss(image, text, rows, caption, partial(self._second, other=other, generator=generator))
 
             yield training.Step(rows, caption, loss)
 
-    def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
+    def _second(self, rows: training.I64, *, other: training.I64 | None, generator: np.random.Generator) -> Tensor:
+        """Embeddings [B, d] of second views: other captions, with some features set to zero."""
+        items, index, dropped = self.local.dataset, torch.from_numpy(rows), self.options.feature_dropout
+        modality: Modality = "image"
+        inputs = items.image[index] if items.image is not None else None
+        if items.text is not None and other is not None:
+            modality, inputs = "text", items.text[index, torch.from_numpy(other[rows])]
+        assert inputs is not None  # noqa: S101 - a silo has at least one modality
+        if dropped:
+            if not inputs.is_floating_point():
+                raise InputError("protocol.feature_dropout", dropped, "0: a tower reads pixels or tokens, not features")
+            kept = torch.from_numpy(generator.random(inputs.shape) >= dropped)
+            inputs = inputs * kept / (1 - dropped)
+        return self.local.model.outputs(modality, inputs.to(self.local.model.flat.device)).code
+
+    def _loss(
+        self,
+        image: Out | None,
+        text: Out | None,
+        rows: training.I64,
+        caption: training.I64 | None,
+        second: Callable[[training.I64], Tensor],
+    ) -> Tensor:
         options, held = self.options, image if image is not None else text
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z = held.code
         (teacher,) = self.teacher.of(rows, caption)
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
-        if text is not None and options.lambda_pair:
-            several = self.local.dataset.captions.numpy()[rows] > 1
-            if several.sum() > 1:  # the contrast needs at least two items
-                _, second = training.embed(self.local, rows[several], other)
-                assert second is not None  # noqa: S101 - the silo has captions
-                first = z[torch.from_numpy(several).to(z.device)]
-                loss = loss + options.lambda_pair * info_nce(first, second, options.tau)
+        viewed = np.full(len(rows), options.feature_dropout > 0)
+        if text is not None:
+            viewed |= self.local.dataset.captions.numpy()[rows] > 1
+        if options.lambda_pair and viewed.sum() > 1:  # the contrast needs at least two items
+            first = z[torch.from_numpy(viewed).to(z.device)]
+            loss = loss + options.lambda_pair * info_nce(first, second(rows[viewed]), options.tau)
         return loss
 
 

@@ -17,7 +17,7 @@ ablations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -50,6 +50,9 @@ from protocols.parts import aggregation, centroids, personal_adapter, training, 
 from protocols.parts.losses import TauOptions, info_nce, refuse_other_bases
 from protocols.parts.personal_model import References
 
+#: Steps of :func:`balanced`, as in SwAV's code.
+_SINKHORN = 3
+
 
 @dataclass(frozen=True)
 class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
@@ -62,6 +65,9 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
         lambda_pseudo: weight of the assignment term.
+        vocabulary: number of public words that silos with images only are assigned to in place of centroids: the most
+            frequent English ones (``fedmq.encoders.lite.common_words``), embedded by the downloaded text tower. The
+            teacher's assignment is balanced over them (:func:`balanced`). 0 uses centroids.
         lambda_pair: weight of the contrast between two views of one item. A second view is another caption of the item;
             images, and items with one caption, have one only with ``feature_dropout``.
         feature_dropout: fraction of an item's input features that is set to zero in its second view (dropout, scaled by
@@ -77,7 +83,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "lambda_pseudo": ("tau_teacher",),
+        "lambda_pseudo": ("tau_teacher", "vocabulary"),
         "lambda_pair": ("feature_dropout",),
         "personal": ("lambda_p", "personal_*"),
     }
@@ -87,6 +93,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     centroids: Count = 16
     support: Count = 4
     lambda_pseudo: NonNegative = 1.0
+    vocabulary: Annotated[int, Field(ge=0)] = 0
     lambda_pair: NonNegative = 1.0
     feature_dropout: Annotated[Number, Field(ge=0.0, lt=1.0)] = 0.0
     lambda_keep: NonNegative = 1.0
@@ -95,19 +102,35 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     personal: bool = False
 
 
-def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, tau_teacher: float) -> Tensor:
-    """KL between the teacher's and the student's soft assignments to centroids, mean over the batch.
+def assignment_loss(z: Tensor, target: Tensor, anchors: Tensor, tau: float) -> Tensor:
+    """KL between the teacher's and the student's soft assignments to anchors, mean over the batch.
 
     Args:
         z: [B, d] unit-length embeddings by the model in training.
-        teacher: [B, d] embeddings by the downloaded model, without gradient.
-        centroids: [J, d] of unit length.
+        target: [B, J] the teacher's assignment, rows of sum 1.
+        anchors: [J, d] of unit length.
         tau: temperature of the student.
-        tau_teacher: temperature of the teacher.
     """
-    target = (teacher @ centroids.T / tau_teacher).softmax(1)
-    student = (z @ centroids.T / tau).log_softmax(1)
+    student = (z @ anchors.T / tau).log_softmax(1)
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
+
+
+def balanced(scores: Tensor) -> Tensor:
+    """Soft assignment in which all anchors get nearly the same mass: three steps of Sinkhorn and Knopp's algorithm.
+
+    Columns and rows of exp(scores) are scaled to equal sums in turn, rows last (SwAV, Caron et al., NeurIPS 2020,
+    section 3.1). It keeps words that are near all images, hubs, from taking every image.
+
+    Args:
+        scores: [n, J], similarities over a temperature.
+
+    Returns:
+        [n, J] in the same precision, rows of sum 1.
+    """
+    log = scores.double()
+    for _ in range(_SINKHORN):
+        log = log.log_softmax(0).log_softmax(1)
+    return log.exp().to(scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -118,15 +141,17 @@ class Assigning(training.Work):
         options: temperatures and weights.
         local: the silo.
         batch_size: items per step.
-        centroids: [J, d] of the modality the silo lacks.
+        anchors: [J, d] of the modality the silo lacks: centroids, or public words.
         teacher: the downloaded model's embeddings.
+        target: [n, J] the teacher's balanced assignment of all items; None computes that of a batch to centroids.
     """
 
     options: FedBridgeOptions
     local: Local
     batch_size: int
-    centroids: Tensor
+    anchors: Tensor
     teacher: References
+    target: Tensor | None = None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -166,7 +191,11 @@ class Assigning(training.Work):
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z = held.code
         (teacher,) = self.teacher.of(rows, caption)
-        loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
+        if self.target is None:
+            target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
+        else:
+            target = self.target[torch.from_numpy(rows)]
+        loss = options.lambda_pseudo * assignment_loss(z, target, self.anchors, options.tau)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         viewed = np.full(len(rows), options.feature_dropout > 0)
         if text is not None:
@@ -259,11 +288,23 @@ class FedBridge(FederatedProtocol):
         return personal_adapter.tuned_or_kept(local, self.context, task, options, lambda: options.lambda_p, parts)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
-        received = centroids.received(task.payloads, local.silo)
-        if task.round < self.onset or received is None:
+        options, device = self.options, local.model.flat.device
+        received = None if task.round < self.onset else self._anchors(local, task)
+        if received is None:
             return None
-        received = received.to(local.model.flat.device)
-        return Assigning(self.options, local, self.context.training.batch_size, received, References.by(local))
+        anchors, teacher = received.to(device), References.by(local)
+        work = Assigning(options, local, self.context.training.batch_size, anchors, teacher)
+        if teacher.image is None or not options.vocabulary:
+            return work
+        return replace(work, target=balanced(teacher.image @ anchors.T / options.tau_teacher))
+
+    def _anchors(self, local: Local, task: Task) -> Tensor | None:
+        """Anchors [J, d] of the modality that the silo lacks: public words, or centroids if there are any."""
+        if not (local.silo.image and self.options.vocabulary):
+            return centroids.received(task.payloads, local.silo)
+        assert self.context.words is not None  # noqa: S101 - only contexts of tests have none
+        words = self.context.words(self.options.vocabulary)
+        return torch.cat([out.code for out in training.in_blocks(local.model, "text", words)])
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""

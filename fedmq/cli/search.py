@@ -200,6 +200,15 @@ def export_command(
         Path | None,
         typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
     ] = None,
+    trec: Annotated[
+        Path | None,
+        typer.Option("--trec", metavar="DIR", help="Write the rankings of the evaluated items to DIR as TREC files."),
+    ] = None,
+    positives: Annotated[
+        Path | None,
+        typer.Option("--positives", metavar="FILE", help="With --trec: judgements (qrels) of further relevant items."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=10, help="With --trec: items per query.")] = 100,
     silo: OwnModel = None,
     site: AtSite = None,
     device: Device = None,
@@ -215,7 +224,11 @@ def export_command(
     Example: [bold]fedmq export runs/fedper --silo silo-03[/bold]
 
     Example: [bold]fedmq export runs/smoke --hub smoke --onnx smoke/onnx[/bold]
+
+    Example: [bold]fedmq export runs/smoke --trec trec[/bold]
     """
+    if positives is not None and trec is None:
+        raise InputError("--positives", str(positives), "only with --trec DIR")
     if onnx is not None or hub is not None:
         for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
             if given is not None:
@@ -226,6 +239,9 @@ def export_command(
     from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
     released = _released(run, device, silo, site, show)
+    if trec is not None:
+        _export_rankings(released, trec, positives, top, show, as_json=as_json)
+        return
     gallery = galleries.export(released, chosen or site, show)
     facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
     files = sorted(path.name for path in gallery.folder.iterdir())
@@ -234,6 +250,30 @@ def export_command(
         return
     size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
     print_line(f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}")
+
+
+def _export_rankings(
+    released: Release | ModelFolder, folder: Path, positives: Path | None, top: int, show: Show, *, as_json: bool
+) -> None:
+    """Write TREC files, and print what they measure."""
+    from fedmq.retrieval import rankings  # noqa: PLC0415
+    from fedmq.retrieval.released_model import ModelFolder  # noqa: PLC0415
+
+    if isinstance(released, ModelFolder):
+        raise InputError("--trec", str(folder), "a run folder, RUN: a model alone has no evaluated items")
+    found = rankings.ranked(released, top, show)
+    if positives is not None:
+        found = rankings.with_positives(found, positives)
+    files = [path.name for path in rankings.write(found, folder, released.run.root.resolve().name)]
+    scores = {way: rankings.scores_of(ranking) for way, ranking in found.items()}
+    if as_json:
+        print_json({"folder": str(folder), "files": files, "scores": scores}, indent=None)
+        return
+    table = Table("", *scores["i2t"])
+    for way, values in scores.items():
+        table.add_row(way, *(f"{value:.4f}" for value in values.values()))
+    out.print(table)
+    print_line(f"{folder}: {', '.join(files)}")
 
 
 def _export_model(released: Release | ModelFolder, onnx: Path | None, hub: Path | None, *, as_json: bool) -> None:

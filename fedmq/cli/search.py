@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Show = Callable[[str, int, int], None]
 
 
+#: Maximum number of silos whose columns the terminal shows.
+_MOST_COLUMNS = 10
 #: Modality of an item.
 Side = Literal["image", "text"]
 Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
@@ -371,6 +373,44 @@ def curves_command(
         table.add_row(escape(run.name), *cells)
     out.print(table)
     print_line(f"{folder}: curves.csv, curves.html")
+
+
+def cross_command(
+    run: Run,
+    metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric to show.")] = "mean_r1",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the personal model of each silo on the held-out items of every silo.
+
+    Rows are models, columns the silos whose items are the queries. For methods with personal models, in runs whose
+    silos kept their state on this machine.
+
+    Example: [bold]fedmq cross runs/local[/bold]
+    """
+    require_folder(run)
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
+    from fedmq.retrieval import cross_site  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
+
+    names = open_release(run, device).scenario.silo_names
+    found = cross_site.measured(names, lambda name: open_run_model(run, device, name), metric, bar())
+    if as_json:
+        facts = {"metric": metric, "models": found.models, "silos": found.silos, "items": found.items}
+        means = {"own": found.own, "others": found.others, "without_model": found.without}
+        print_json({**facts, "values": found.values.tolist(), **means}, indent=None)
+        return
+    shown = found.silos[:_MOST_COLUMNS]
+    table = Table(f"{metric} of the model of", *shown, title="queries: held-out items of")
+    for name, values in zip(found.models, found.values, strict=True):
+        table.add_row(name, *(f"{value:.3f}" for value in values[: len(shown)]))
+    table.add_row("items", *map(str, found.items[: len(shown)]))
+    out.print(table)
+    if len(shown) < len(found.silos):
+        print_line(f"{len(found.silos) - len(shown)} more columns are in --json")
+    print_line(f"mean on the own silo {found.own:.4f}, on others {found.others:.4f}")
+    for name, why in found.without.items():
+        err.print(f"[yellow]left out[/yellow] {name}: {escape(why)}", soft_wrap=True)
 
 
 def tsne_command(

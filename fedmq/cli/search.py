@@ -229,22 +229,26 @@ def export_command(
 
     Example: [bold]fedmq export runs/smoke --trec trec[/bold]
     """
+    others = (("--gallery", chosen), ("--trec", trec), ("--silo", silo), ("--site", site), ("--device", device))
     if positives is not None and trec is None:
         raise InputError("--positives", str(positives), "only with --trec DIR")
     if onnx is not None or hub is not None:
-        for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
-            if given is not None:
-                raise InputError(option, str(given), "no such option with --onnx or --hub")
+        _refuse(others, "no such option with --onnx or --hub")
         _export_model(_released(run, "cpu", None, None, bar()), onnx, hub, as_json=as_json)
         return
     show = bar()
-    from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
-
     released = _released(run, device, silo, site, show)
     if trec is not None:
+        _refuse(others[:1], "no such option with --trec, which ranks the items that the run evaluated")
         _export_rankings(released, trec, positives, top, show, as_json=as_json)
         return
-    gallery = galleries.export(released, chosen or site, show)
+    _export_gallery(released, chosen or site, show, as_json=as_json)
+
+
+def _export_gallery(released: Release | ModelFolder, chosen: Path | None, show: Show, *, as_json: bool) -> None:
+    from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
+
+    gallery = galleries.export(released, chosen, show)
     facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
     files = sorted(path.name for path in gallery.folder.iterdir())
     if as_json:
@@ -252,6 +256,12 @@ def export_command(
         return
     size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
     print_line(f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}")
+
+
+def _refuse(options: Sequence[tuple[str, object]], allowed: str) -> None:
+    for option, given in options:
+        if given is not None:
+            raise InputError(option, str(given), allowed)
 
 
 def _export_rankings(

@@ -64,7 +64,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         warmup: fraction of the rounds during which silos that lack a modality stay idle.
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
-        lambda_pseudo: weight of the assignment term.
+        lambda_pseudo: weight of the assignment term; with 0 silos need no centroids, and report some only for ``bank``.
         vocabulary: number of public words that silos with images only are assigned to in place of centroids: the most
             frequent English ones (``fedmq.encoders.lite.common_words``), embedded by the downloaded text tower. The
             teacher's assignment is balanced over them (:func:`balanced`). 0 uses centroids.
@@ -141,7 +141,7 @@ class Assigning(training.Work):
         options: temperatures and weights.
         local: the silo.
         batch_size: items per step.
-        anchors: [J, d] of the modality the silo lacks: centroids, or public words.
+        anchors: [J, d] of the modality the silo lacks: centroids, or public words; None without pseudo-labels.
         teacher: the downloaded model's embeddings.
         target: [n, J] the teacher's balanced assignment of all items; None computes that of a batch to centroids.
     """
@@ -149,7 +149,7 @@ class Assigning(training.Work):
     options: FedBridgeOptions
     local: Local
     batch_size: int
-    anchors: Tensor
+    anchors: Tensor | None
     teacher: References
     target: Tensor | None = None
 
@@ -191,12 +191,13 @@ class Assigning(training.Work):
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z = held.code
         (teacher,) = self.teacher.of(rows, caption)
-        if self.target is None:
-            target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
-        else:
-            target = self.target[torch.from_numpy(rows)]
-        loss = options.lambda_pseudo * assignment_loss(z, target, self.anchors, options.tau)
-        loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
+        loss = options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
+        if self.anchors is not None:
+            if self.target is None:
+                target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
+            else:
+                target = self.target[torch.from_numpy(rows)]
+            loss = options.lambda_pseudo * assignment_loss(z, target, self.anchors, options.tau) + loss
         viewed = np.full(len(rows), options.feature_dropout > 0)
         if text is not None:
             viewed |= self.local.dataset.captions.numpy()[rows] > 1
@@ -264,8 +265,9 @@ class FedBridge(FederatedProtocol):
         outcome = training.train_epochs(local, self.context, task, base, work)
         update, loss = training.delta_payload(self.context, outcome, local.samples), Loss(max(0.0, outcome.loss))
         # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
+        begun = task.round >= self.onset and (self.options.lambda_pseudo > 0 or self.options.bank != "none")
         report, members = centroids.report(
-            local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
+            local, self.context, task, self.options.centroids, self.options.support, begun=begun
         )
         state = {**self._adapter(local, task), **members}
         return Trained((update, loss, report), state, loss.value, work is None)
@@ -289,12 +291,12 @@ class FedBridge(FederatedProtocol):
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
         options, device = self.options, local.model.flat.device
-        received = None if task.round < self.onset else self._anchors(local, task)
-        if received is None:
+        received = self._anchors(local, task) if options.lambda_pseudo else None
+        if task.round < self.onset or (options.lambda_pseudo and received is None):
             return None
-        anchors, teacher = received.to(device), References.by(local)
+        anchors, teacher = None if received is None else received.to(device), References.by(local)
         work = Assigning(options, local, self.context.training.batch_size, anchors, teacher)
-        if teacher.image is None or not options.vocabulary:
+        if anchors is None or teacher.image is None or not options.vocabulary:
             return work
         return replace(work, target=balanced(teacher.image @ anchors.T / options.tau_teacher))
 

@@ -21,7 +21,8 @@ def fields(file: Path) -> list[list[str]]:
 
 def by_definition(folder: Path, way: str) -> dict[str, float]:
     """Recall and mAP@R of the files alone."""
-    relevant, found = defaultdict(set), defaultdict(list)
+    relevant: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for query, _, item, relevance in fields(folder / f"{way}.qrels"):
         assert relevance == "1"
         relevant[query].add(item)
@@ -30,7 +31,7 @@ def by_definition(folder: Path, way: str) -> dict[str, float]:
         assert not found[query] or float(score) <= found[query][-1][1]
         found[query].append((item, float(score)))
     assert relevant.keys() == found.keys()
-    values = defaultdict(list)
+    values: dict[str, list[float]] = defaultdict(list)
     for query, own in relevant.items():
         hits = [item in own for item, _ in found[query]]
         values["R@1"].append(hits[0])

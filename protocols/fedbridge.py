@@ -246,8 +246,11 @@ class FedBridge(FederatedProtocol):
         return State(theta, centroids.initial(self.context, self.options.centroids), {})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model; for a silo that lacks a modality also all silos' centroids of it."""
-        return (*self.fedavg.task(state, silo), *centroids.download(state.tensors, silo))
+        """The model; for a silo that lacks a modality also all silos' centroids of it, if it is assigned to them."""
+        model = self.fedavg.task(state, silo)
+        if not self.options.lambda_pseudo or (self.options.vocabulary and not silo.text):
+            return model
+        return (*model, *centroids.download(state.tensors, silo))
 
     def release(self, state: State) -> tuple[Payload, ...]:
         """The query bank, if the options ask for one and both modalities have centroids."""

@@ -181,6 +181,19 @@ def test_centroids_are_sent_only_to_silos_that_lack_the_modality() -> None:
             assert (given[0].counts > 0).all()
 
 
+@pytest.mark.parametrize(("options", "held"), [({"lambda_pseudo": 0.0}, []), ({"vocabulary": 9}, ["captions only"])])
+def test_centroids_are_not_sent_to_silos_that_do_not_use_them(options: dict[str, Any], held: list[str]) -> None:
+    run = population("fedbridge", {**NOW, **options})
+    run.protocol.context = dataclasses.replace(run.context, words=lambda count: unit(count, DIM))  # type: ignore[attr-defined]
+    run.round()
+    found = [silo.held for silo in run.eligible if len(run.protocol.task(run.state, silo)) > 1]
+    assert found == held
+    replies = {reply.silo.held: reply for reply in run.replies()}
+    assert all(delta(reply).any() for reply in replies.values())
+    reported = any(take(reply.payloads, ClassPrototypes).counts.any() for reply in replies.values())
+    assert reported == bool(held)
+
+
 def test_reports_about_a_modality_that_the_silo_lacks_are_ignored() -> None:
     run = population("fedbridge", NOW)
     replies = run.replies()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -250,9 +251,17 @@ def weighted(
         damping=damping(aggregation.staleness, age),
         payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
         participation_weight=weight,
-        modality_weight=1.0 if update.silo.paired else aggregation.single_weight,
+        modality_weight=_modality_weight(update, aggregation.single_weight, run_context.traits.unpaired),
         base=states[update.base_version],
     )
+
+
+def _modality_weight(update: Update, weight: float, unpaired: Literal["ignored", "anchored"]) -> float:
+    """Weight factor of a reply: ``weight`` for trained items that lack a modality, 1 for pairs, averaged over both."""
+    if not update.silo.paired:
+        return weight
+    alone = min(update.silo.unpaired, update.samples) if unpaired == "anchored" else 0
+    return 1.0 - (1.0 - weight) * alone / update.samples if alone else 1.0
 
 
 def merged_state(

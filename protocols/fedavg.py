@@ -38,11 +38,13 @@ class FedAvgOptions(TauOptions):
     """Options of FedAvg.
 
     Args:
-        branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum.
+        branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum. With
+            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
+            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
         weighting: weight updates by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH do.
     """
 
-    branch_renorm: bool = True
+    branch_renorm: aggregation.BranchRenorm = True
     weighting: Literal["samples", "uniform"] = "samples"
 
 

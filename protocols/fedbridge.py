@@ -9,22 +9,25 @@ trains each sample to keep, and sharpen, the downloaded model's soft assignment 
         + lambda_pair NCE(z_i, z_i') + lambda_keep (1 - z_i . t_i)
 
 where t_i is the downloaded model's embedding of sample i, z_i that of the model in training, and z_i' the embedding of
-another caption of the same item (text silos only). docs/explanation/fedbridge.md gives the derivation, the traffic and
-what centroids reveal; docs/results has the ablations.
+a second view of the same item: another caption, and, with ``feature_dropout``, its features with some set to zero.
+docs/explanation/fedbridge.md gives the derivation, the traffic and what centroids reveal; docs/results has the
+ablations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from fedmq.config.sections import Count, Fraction, NonNegative, Positive
+from fedmq.config.sections import Count, Fraction, Modality, NonNegative, Number, Positive
+from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
     Encoders,
@@ -47,6 +50,9 @@ from protocols.parts import aggregation, centroids, personal_adapter, training, 
 from protocols.parts.losses import TauOptions, info_nce, refuse_other_bases
 from protocols.parts.personal_model import References
 
+#: Steps of :func:`balanced`, as in SwAV's code.
+_SINKHORN = 3
+
 
 @dataclass(frozen=True)
 class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
@@ -58,21 +64,27 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         warmup: fraction of the rounds during which silos that lack a modality stay idle.
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
-        lambda_pseudo: weight of the assignment term.
-        lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
+        lambda_pseudo: weight of the assignment term; with 0 silos need no centroids, and report some only for ``bank``.
+        vocabulary: number of public words that silos with images only are assigned to in place of centroids: the most
+            frequent English ones (``fedmq.encoders.lite.common_words``), embedded by the downloaded text tower. The
+            teacher's assignment is balanced over them (:func:`balanced`). 0 uses centroids.
+        lambda_pair: weight of the contrast between two views of one item. A second view is another caption of the item;
+            images, and items with one caption, have one only with ``feature_dropout``.
+        feature_dropout: fraction of an item's input features that is set to zero in its second view (dropout, scaled by
+            1 / (1 - p)); 0 contrasts captions alone. Pixels and tokens have no such views.
         lambda_keep: weight of the distance to the downloaded model's embeddings.
-        single_weight: factor of the weight in a merge of a single-modality silo, and of the items of a paired silo that
-            lack a modality. No effect if a merge has only its reply, as
-            in ``async`` mode, or in a branch that no paired silo trained.
         bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
             (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
-        branch_renorm: average each branch over the silos that trained it; if false, use the plain sum.
+        branch_renorm: average each branch over the silos that trained it; if false, use the plain sum. With
+            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
+            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
         personal: FedBridge-p: paired silos also fine-tune a personal adapter on their pairs, as in RCSR-p; it never
             leaves the silo. A silo that lacks a modality has no pairs to fit it and uses the global model.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "lambda_pseudo": ("tau_teacher",),
+        "lambda_pseudo": ("tau_teacher", "vocabulary"),
+        "lambda_pair": ("feature_dropout",),
         "personal": ("lambda_p", "personal_*"),
     }
 
@@ -81,27 +93,44 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     centroids: Count = 16
     support: Count = 4
     lambda_pseudo: NonNegative = 1.0
+    vocabulary: Annotated[int, Field(ge=0)] = 0
     lambda_pair: NonNegative = 1.0
+    feature_dropout: Annotated[Number, Field(ge=0.0, lt=1.0)] = 0.0
     lambda_keep: NonNegative = 1.0
-    single_weight: Positive = 0.5
     bank: Literal["none", "all", "paired"] = "none"
-    branch_renorm: bool = True
+    branch_renorm: aggregation.BranchRenorm = True
     personal: bool = False
 
 
-def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, tau_teacher: float) -> Tensor:
-    """KL between the teacher's and the student's soft assignments to centroids, mean over the batch.
+def assignment_loss(z: Tensor, target: Tensor, anchors: Tensor, tau: float) -> Tensor:
+    """KL between the teacher's and the student's soft assignments to anchors, mean over the batch.
 
     Args:
         z: [B, d] unit-length embeddings by the model in training.
-        teacher: [B, d] embeddings by the downloaded model, without gradient.
-        centroids: [J, d] of unit length.
+        target: [B, J] the teacher's assignment, rows of sum 1.
+        anchors: [J, d] of unit length.
         tau: temperature of the student.
-        tau_teacher: temperature of the teacher.
     """
-    target = (teacher @ centroids.T / tau_teacher).softmax(1)
-    student = (z @ centroids.T / tau).log_softmax(1)
+    student = (z @ anchors.T / tau).log_softmax(1)
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
+
+
+def balanced(scores: Tensor) -> Tensor:
+    """Soft assignment in which all anchors get nearly the same mass: three steps of Sinkhorn and Knopp's algorithm.
+
+    Columns and rows of exp(scores) are scaled to equal sums in turn, rows last (SwAV, Caron et al., NeurIPS 2020,
+    section 3.1). It keeps words that are near all images, hubs, from taking every image.
+
+    Args:
+        scores: [n, J], similarities over a temperature.
+
+    Returns:
+        [n, J] in the same precision, rows of sum 1.
+    """
+    log = scores.double()
+    for _ in range(_SINKHORN):
+        log = log.log_softmax(0).log_softmax(1)
+    return log.exp().to(scores.dtype)
 
 
 @dataclass(frozen=True)
@@ -112,15 +141,17 @@ class Assigning(training.Work):
         options: temperatures and weights.
         local: the silo.
         batch_size: items per step.
-        centroids: [J, d] of the modality the silo lacks.
+        anchors: [J, d] of the modality the silo lacks: centroids, or public words; None without pseudo-labels.
         teacher: the downloaded model's embeddings.
+        target: [n, J] the teacher's balanced assignment of all items; None computes that of a batch to centroids.
     """
 
     options: FedBridgeOptions
     local: Local
     batch_size: int
-    centroids: Tensor
+    anchors: Tensor | None
     teacher: References
+    target: Tensor | None = None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -129,24 +160,50 @@ class Assigning(training.Work):
         for rows in training.batches(len(self.local.dataset), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
-                return self._loss(image, text, rows, caption, other)
+                return self._loss(image, text, rows, caption, partial(self._second, other=other, generator=generator))
 
             yield training.Step(rows, caption, loss)
 
-    def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
+    def _second(self, rows: training.I64, *, other: training.I64 | None, generator: np.random.Generator) -> Tensor:
+        """Embeddings [B, d] of second views: other captions, with some features set to zero."""
+        items, index, dropped = self.local.dataset, torch.from_numpy(rows), self.options.feature_dropout
+        modality: Modality = "image"
+        inputs = items.image[index] if items.image is not None else None
+        if items.text is not None and other is not None:
+            modality, inputs = "text", items.text[index, torch.from_numpy(other[rows])]
+        assert inputs is not None  # noqa: S101 - a silo has at least one modality
+        if dropped:
+            if not inputs.is_floating_point():
+                raise InputError("protocol.feature_dropout", dropped, "0: a tower reads pixels or tokens, not features")
+            kept = torch.from_numpy(generator.random(inputs.shape) >= dropped)
+            inputs = inputs * kept / (1 - dropped)
+        return self.local.model.outputs(modality, inputs.to(self.local.model.flat.device)).code
+
+    def _loss(
+        self,
+        image: Out | None,
+        text: Out | None,
+        rows: training.I64,
+        caption: training.I64 | None,
+        second: Callable[[training.I64], Tensor],
+    ) -> Tensor:
         options, held = self.options, image if image is not None else text
         assert held is not None  # noqa: S101 - a silo has at least one modality
         z = held.code
         (teacher,) = self.teacher.of(rows, caption)
-        loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
-        loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
-        if text is not None and options.lambda_pair:
-            several = self.local.dataset.captions.numpy()[rows] > 1
-            if several.sum() > 1:  # the contrast needs at least two items
-                _, second = training.embed(self.local, rows[several], other)
-                assert second is not None  # noqa: S101 - the silo has captions
-                first = z[torch.from_numpy(several).to(z.device)]
-                loss = loss + options.lambda_pair * info_nce(first, second, options.tau)
+        loss = options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
+        if self.anchors is not None:
+            if self.target is None:
+                target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
+            else:
+                target = self.target[torch.from_numpy(rows)]
+            loss = options.lambda_pseudo * assignment_loss(z, target, self.anchors, options.tau) + loss
+        viewed = np.full(len(rows), options.feature_dropout > 0)
+        if text is not None:
+            viewed |= self.local.dataset.captions.numpy()[rows] > 1
+        if options.lambda_pair and viewed.sum() > 1:  # the contrast needs at least two items
+            first = z[torch.from_numpy(viewed).to(z.device)]
+            loss = loss + options.lambda_pair * info_nce(first, second(rows[viewed]), options.tau)
         return loss
 
 
@@ -189,8 +246,11 @@ class FedBridge(FederatedProtocol):
         return State(theta, centroids.initial(self.context, self.options.centroids), {})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model; for a silo that lacks a modality also all silos' centroids of it."""
-        return (*self.fedavg.task(state, silo), *centroids.download(state.tensors, silo))
+        """The model; for a silo that lacks a modality also all silos' centroids of it, if it is assigned to them."""
+        model = self.fedavg.task(state, silo)
+        if not self.options.lambda_pseudo or (self.options.vocabulary and not silo.text):
+            return model
+        return (*model, *centroids.download(state.tensors, silo))
 
     def release(self, state: State) -> tuple[Payload, ...]:
         """The query bank, if the options ask for one and both modalities have centroids."""
@@ -208,8 +268,9 @@ class FedBridge(FederatedProtocol):
         outcome = training.train_epochs(local, self.context, task, base, work)
         update, loss = training.delta_payload(self.context, outcome, local.samples), Loss(max(0.0, outcome.loss))
         # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
+        begun = task.round >= self.onset and (self.options.lambda_pseudo > 0 or self.options.bank != "none")
         report, members = centroids.report(
-            local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
+            local, self.context, task, self.options.centroids, self.options.support, begun=begun
         )
         state = {**self._adapter(local, task), **members}
         return Trained((update, loss, report), state, loss.value, work is None)
@@ -232,27 +293,29 @@ class FedBridge(FederatedProtocol):
         return personal_adapter.tuned_or_kept(local, self.context, task, options, lambda: options.lambda_p, parts)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
-        received = centroids.received(task.payloads, local.silo)
-        if task.round < self.onset or received is None:
+        options, device = self.options, local.model.flat.device
+        received = self._anchors(local, task) if options.lambda_pseudo else None
+        if task.round < self.onset or (options.lambda_pseudo and received is None):
             return None
-        received = received.to(local.model.flat.device)
-        return Assigning(self.options, local, self.context.training.batch_size, received, References.by(local))
+        anchors, teacher = None if received is None else received.to(device), References.by(local)
+        work = Assigning(options, local, self.context.training.batch_size, anchors, teacher)
+        if anchors is None or teacher.image is None or not options.vocabulary:
+            return work
+        return replace(work, target=balanced(teacher.image @ anchors.T / options.tau_teacher))
+
+    def _anchors(self, local: Local, task: Task) -> Tensor | None:
+        """Anchors [J, d] of the modality that the silo lacks: public words, or centroids if there are any."""
+        if not (local.silo.image and self.options.vocabulary):
+            return centroids.received(task.payloads, local.silo)
+        assert self.context.words is not None  # noqa: S101 - only contexts of tests have none
+        words = self.context.words(self.options.vocabulary)
+        return torch.cat([out.code for out in training.in_blocks(local.model, "text", words)])
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""
-        options = self.options
-        factors = [update.factor * self._factor(update.silo, update.samples) for update in replies]
-        weights = aggregation.sample_weights([update.samples for update in replies])
-        weights = aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
-        theta = aggregation.merge_updates(state.theta, replies, weights, self.fedavg.branches, options.branch_renorm)
+        theta, _ = self.fedavg.averaged(state.theta, replies)
         tensors = centroids.updated(state.tensors, replies, round_, self.context.max_age)
         return MergeResult(State(theta, tensors, state.values), {"centroids": centroids.known(tensors)})
-
-    def _factor(self, silo: SiloFacts, samples: int) -> float:
-        """Factor of a silo's weight: 1 for its pairs, ``single_weight`` for its other items."""
-        if not silo.paired:
-            return self.options.single_weight
-        return 1.0 - (1.0 - self.options.single_weight) * min(silo.unpaired, samples) / samples
 
 
 PROTOCOL = FedBridge

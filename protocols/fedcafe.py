@@ -84,7 +84,9 @@ class FedCafeOptions:
         weight: eq 10: ``linear``, as in the released code, or ``softmax``, as printed.
         temperature: temperature of the softmax.
         cap: maximum weight of a stale silo, in multiples of an equal weight: its memory differs because it is old.
-        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum. With
+            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
+            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
         weighting: weight updates by ``samples`` or ``uniform``; only without ``weighted_agg``.
         weight_samples: multiply eq 10's weights by the silos' numbers of samples; only with ``weighted_agg``.
         preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, or ``ours``.
@@ -140,7 +142,7 @@ class FedCafeOptions:
     weight: Literal["linear", "softmax"] = "linear"
     temperature: Positive = 1.0
     cap: Annotated[Positive, Field(ge=1.0)] = 3.0
-    branch_renorm: bool = True
+    branch_renorm: aggregation.BranchRenorm = True
     weighting: Literal["samples", "uniform"] = "samples"
     weight_samples: bool = False
     preset: Literal["printed", "released", "ours"] | None = None

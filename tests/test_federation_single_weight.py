@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import protocols
 from coordinator.updates import merged_state
+from coordinator.updates import weighted as weighted_reply
 from fedmq.config.scenario import Objective
 from fedmq.config.sections import Robust
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Update
+from fedmq.federation.protocol import Update, take
+from fedmq.wire.payloads import Delta
+from protocols.parts import aggregation
 from protocols.parts.robust import robust_replies
 from tests.small_federation import SmallFederation, population
 from tests.test_federation_staleness import replies, setting
@@ -71,10 +75,16 @@ def test_fedcafe_gives_replies_of_factor_0_nothing_of_a_stale_silos_excess() -> 
     assert weights.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_the_coordinator_weights_only_single_modality_silos(tiny: Path) -> None:
-    run = population("fedavg")
-    kept = setting(tiny, run, "fedavg", "aggregation.single_weight=0.2")
-    assert [reply.factor for reply in replies(run, kept, (2, 2, 2, 2), Counter())] == [1.0, 0.2, 0.2, 1.0]
+@pytest.mark.parametrize(("name", "mixed"), [("fedavg", 1.0), ("fedbridge", 1 - 0.8 * 4 / 11)])
+def test_the_coordinator_weights_items_that_lack_a_modality_where_the_method_trains_on_them(
+    name: str, mixed: float, tiny: Path
+) -> None:
+    run = population(name)
+    kept = setting(tiny, run, name, "aggregation.single_weight=0.2")
+    given = replies(run, kept, (2, 2, 2, 2), Counter())
+    assert [reply.factor for reply in given] == [1.0, 0.2, 0.2, 1.0]
+    unpaired = replace(given[0], silo=replace(given[0].silo, image_only=1, text_only=3))
+    assert weighted_reply(kept, unpaired, {2: run.state}, 2, Counter()).factor == pytest.approx(mixed)
 
 
 def test_in_async_mode_the_weight_scales_the_step(tiny: Path) -> None:
@@ -133,3 +143,44 @@ def test_the_matched_control_samples_all_silos_but_paired_only_does_not() -> Non
     control, alone = (population(name) for name in ("matched_control", "paired_only"))
     assert len(control.eligible) == 4
     assert len(alone.eligible) == 2
+
+
+# ------------------------------------------------------------------------------------- merges without conflicts
+def expected_step(deltas: np.ndarray, weights: np.ndarray, paired: np.ndarray) -> np.ndarray:
+    """The step of a branch [n] with ``branch_renorm: conflict_free``, from updates [M, n]."""
+    active = deltas.any(axis=1)
+    paired, single = active & paired, active & ~paired
+    p, s = (np.average(deltas[side], axis=0, weights=weights[side]) for side in (paired, single))
+    share = weights[single].sum() / weights[active].sum()
+    s = s - min(0.0, float(s @ p)) * p / float(p @ p)
+    step: np.ndarray = p + share * min(1.0, float(np.linalg.norm(p) / np.linalg.norm(s))) * s
+    return step
+
+
+@pytest.mark.parametrize("against", [-1.0, 0.2])
+def test_the_single_modality_silos_step_never_points_against_that_of_the_paired_ones(against: float) -> None:
+    run = population("fedavg", {"branch_renorm": "conflict_free"})
+    run.round()
+    given = weighted(run.replies(), 0.7)
+    p = given[0].delta.numpy() + given[3].delta.numpy()
+    for place, (name, far) in enumerate((("image", 3.0), ("text", 0.1)), start=1):  # longer and shorter than P
+        part = run.protocol.branches[name]  # type: ignore[attr-defined]
+        changed = np.zeros_like(p)
+        changed[part] = far * (against * p[part] + np.roll(p[part], 1))
+        delta = replace(take(given[place].payloads, Delta), buffer=changed)
+        given[place] = replace(given[place], payloads=(delta, *given[place].payloads[1:]))
+    merged = run.protocol.merge(run.state, given, 1).state.theta - run.state.theta
+    samples = np.array([reply.samples * reply.factor for reply in given])
+    deltas = np.stack([reply.delta.numpy() for reply in given]).astype(np.float64)
+    for part in run.protocol.branches.values():  # type: ignore[attr-defined]
+        step = expected_step(deltas[:, part], samples, np.array([True, False, False, True]))
+        np.testing.assert_allclose(merged[part].numpy(), step, atol=2e-7)
+        alone = np.average(deltas[[0, 3]][:, part], axis=0, weights=samples[[0, 3]])
+        assert step @ alone >= alone @ alone * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_merge_without_conflicts_of_one_kind_of_silos_is_their_mean(paired: bool) -> None:
+    parts, weights = [torch.tensor([1.0, -2.0]), torch.tensor([5.0, 2.0])], torch.tensor([0.25, 0.75]).double()
+    assert aggregation.conflict_free(parts, weights, torch.tensor([paired] * 2)).tolist() == [4.0, 1.0]
+    assert aggregation.conflict_free(parts, 0 * weights, torch.tensor([paired] * 2)).tolist() == [0.0, 0.0]

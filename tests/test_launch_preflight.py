@@ -211,7 +211,7 @@ def test_problems_of_preflight_have_a_column_that_says_how_to_fix_them(capsys: p
 
 def test_a_missing_file_or_folder_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     starts = ["scenario", "coordinator --keys keys", "silo", "evaluator", "preflight", "compare", "data check"]
-    looks = ["audit", "status", "report", "replay", "prune", "curves", "tsne", "search"]
+    looks = ["audit", "status", "report", "replay", "prune", "curves", "cross", "tsne", "search"]
     code = (
         "import sys; from fedmq.cli import main\n"
         f"for command in {starts + looks}:\n"

@@ -400,6 +400,7 @@ SWITCHES: list[tuple[str, Objective | None, dict[str, Any], list[dict[str, Any]]
             {"memory": "kmeans_two_stage"},
             {"similarity": "cluster"},
             {"weight": "softmax"},
+            {"branch_renorm": "conflict_free"},
         ],
     ),
     (
@@ -411,6 +412,7 @@ SWITCHES: list[tuple[str, Objective | None, dict[str, Any], list[dict[str, Any]]
             {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
             {"fair_update": "paper", "fair_center": False, "masked_ema": False, "proto_unit": False},
             {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2},
+            {"branch_renorm": "conflict_free"},
             *({"router_mask": "none", "filler": filler, "masked_pc": False} for filler in ("ema", "zero", "learned")),
         ],
     ),

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq.errors import RemoteWireError
+from fedmq.config.scenario import Training
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Local, Task, Update, take
-from fedmq.wire.payloads import ClassPrototypes, Delta
+from fedmq.wire.payloads import ClassPrototypes, Delta, Loss
 from protocols import fedbridge
-from protocols.parts import centroids
+from protocols.parts import centroids, training
 from tests.small_federation import DIM, population
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
@@ -180,6 +181,19 @@ def test_centroids_are_sent_only_to_silos_that_lack_the_modality() -> None:
             assert (given[0].counts > 0).all()
 
 
+@pytest.mark.parametrize(("options", "held"), [({"lambda_pseudo": 0.0}, []), ({"vocabulary": 9}, ["captions only"])])
+def test_centroids_are_not_sent_to_silos_that_do_not_use_them(options: dict[str, Any], held: list[str]) -> None:
+    run = population("fedbridge", {**NOW, **options})
+    run.protocol.context = dataclasses.replace(run.context, words=lambda count: unit(count, DIM))  # type: ignore[attr-defined]
+    run.round()
+    found = [silo.held for silo in run.eligible if len(run.protocol.task(run.state, silo)) > 1]
+    assert found == held
+    replies = {reply.silo.held: reply for reply in run.replies()}
+    assert all(delta(reply).any() for reply in replies.values())
+    reported = any(take(reply.payloads, ClassPrototypes).counts.any() for reply in replies.values())
+    assert reported == bool(held)
+
+
 def test_reports_about_a_modality_that_the_silo_lacks_are_ignored() -> None:
     run = population("fedbridge", NOW)
     replies = run.replies()
@@ -205,10 +219,76 @@ def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
                 run.protocol.check(payloads)  # type: ignore[attr-defined]
 
 
-def test_with_single_weight_near_zero_it_equals_fedavg_of_the_paired_silos() -> None:
-    run = population("fedbridge", {**NOW, "single_weight": 1e-12})
-    plain = population("fedavg", {"single_modality": "idle"})
+# ----------------------------------------------------------------------- contrast of views, and public words, by numpy
+def log_softmax(scores: np.ndarray, axis: int) -> np.ndarray:
+    top: np.ndarray = scores - scores.max(axis=axis, keepdims=True)
+    result: np.ndarray = top - np.log(np.exp(top).sum(axis=axis, keepdims=True))
+    return result
+
+
+def contrast(z: np.ndarray, w: np.ndarray, tau: float) -> float:
+    scores = z @ w.T / tau
+    own = np.arange(len(z))
+    return float(-0.5 * (log_softmax(scores, 1)[own, own] + log_softmax(scores, 0)[own, own]).mean())
+
+
+def sinkhorn(mass: np.ndarray) -> np.ndarray:
     for _ in range(3):
-        run.round()
-        plain.round()
-    torch.testing.assert_close(run.state.theta, plain.state.theta, rtol=1e-4, atol=1e-6)
+        mass = mass / mass.sum(axis=0, keepdims=True)
+        mass = mass / mass.sum(axis=1, keepdims=True)
+    return mass
+
+
+@pytest.mark.parametrize("modality", ["image", "text"])
+def test_the_loss_of_single_modality_silos_is_the_contrast_of_views_and_the_balanced_assignment_to_words(
+    modality: str,
+) -> None:
+    options = {**NOW, "feature_dropout": 0.4, "lambda_pair": 0.7, "lambda_keep": 0.0, "vocabulary": 9}
+    run = population("fedbridge", options, training=Training(batch_size=64, local_epochs=1))
+    words = 2 * unit(9, DIM, seed=5)
+    run.protocol.context = dataclasses.replace(run.context, words=lambda count: words[:count])  # type: ignore[attr-defined]
+    run.round()
+    silo = run.context.silos[1 if modality == "image" else 2]
+    task = Task(2, 1, 1, 0.01, run.protocol.task(run.state, silo))
+    local = Local(silo, run.shares[silo.index], run.model, {})
+    items, counts = local.dataset, local.dataset.captions.numpy()
+    generator = training.generator_of(run.context, local, task, "train")
+    if items.text is not None:
+        caption = (generator.random(len(counts)) * counts).astype(np.int64)
+        ahead = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
+        other = np.where(counts > 1, (caption + ahead) % counts, caption)
+    rows = generator.permutation(len(counts))
+    kept = generator.random((len(rows), DIM)) >= 0.4
+    run.model.load(run.state.theta)
+
+    def embedded(inputs: torch.Tensor, kind: Any = modality) -> np.ndarray:
+        with torch.no_grad():
+            return run.model.outputs(kind, inputs).code.double().numpy()
+
+    if items.text is not None:
+        first, second = (items.text[torch.from_numpy(rows), torch.from_numpy(each[rows])] for each in (caption, other))
+        received = centroids.received(task.payloads, silo)
+        assert received is not None
+        anchors = received.double().numpy()
+        target = np.exp(log_softmax(embedded(first) @ anchors.T / 0.05, 1))
+    else:
+        assert items.image is not None
+        first = second = items.image[rows]
+        anchors = embedded(words, "text")
+        target = sinkhorn(np.exp(embedded(items.image) @ anchors.T / 0.05))[rows]
+    z = embedded(first)
+    apart = (target * (np.log(target) - log_softmax(z @ anchors.T / 0.07, 1))).sum(axis=1).mean()
+    expected = apart + 0.7 * contrast(z, embedded(second * torch.from_numpy(kept / 0.6).float()), 0.07)
+    assert take(run.protocol.train(local, task).payloads, Loss).value == pytest.approx(expected, rel=1e-5)
+
+
+def test_pixels_have_no_views_by_dropout() -> None:
+    run = population("fedbridge", {**NOW, "feature_dropout": 0.4})
+    run.round()
+    silo = run.context.silos[1]
+    local = Local(silo, run.shares[1], run.model, {})
+    work = run.protocol._work(local, Task(2, 1, 1, 0.01, run.protocol.task(run.state, silo)))  # type: ignore[attr-defined]
+    pixels = dataclasses.replace(local.dataset, image=torch.zeros(9, DIM, dtype=torch.uint8))
+    work = dataclasses.replace(work, local=dataclasses.replace(local, dataset=pixels))
+    with pytest.raises(InputError, match=r"feature_dropout.*features"):
+        work._second(np.arange(9), other=None, generator=np.random.default_rng(0))

@@ -78,6 +78,28 @@ def state_of(root: Path, silo: str) -> Path:
     return max((root / "checkpoints" / "silos" / silo).glob("task-*.safetensors"))
 
 
+def test_the_diagonal_of_the_cross_site_matrix_is_what_the_silos_measured(
+    adapted: Path, local: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "cross", adapted, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == found["silos"] and not found["without_model"]
+    told = summary_of(adapted)["personal_per_silo"]
+    values = np.array(found["values"])
+    assert values.diagonal().tolist() == [told[silo]["mean_r1"] for silo in found["silos"]]
+    assert found["own"] == pytest.approx(values.diagonal().mean())
+    assert found["others"] == pytest.approx(values[~np.eye(len(values), dtype=bool)].mean())
+    # A silo's row, weighted by items, is its model's value on the whole split.
+    whole = summary_of(adapted)["personal_whole_split"][PAIRED]["i2t_r1"]
+    assert fedmq(monkeypatch, "cross", adapted, "--metric", "i2t_r1", "--json") == 0
+    row = json.loads(capsys.readouterr().out)["values"][found["models"].index(PAIRED)]
+    assert np.average(row, weights=found["items"]) == pytest.approx(whole)
+    assert fedmq(monkeypatch, "cross", local, "--metric", "nothing") == 2
+    assert "mean_r1" in capsys.readouterr().err
+    assert fedmq(monkeypatch, "cross", local, "--json") == 0  # only silos that trained both towers have a model
+    assert json.loads(capsys.readouterr().out)["without_model"]
+
+
 def as_the_silo_measured(root: Path, silo: str) -> Release:
     """A silo's personal model, whose metrics equal those in the run's summary to the bit."""
     release = opened(root, silo)

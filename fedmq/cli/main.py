@@ -110,6 +110,7 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "sign": sign_command,
         "verify": verify_command,
         "curves": search.curves_command,
+        "cross": search.cross_command,
         "tsne": search.tsne_command,
         "export": search.export_command,
     },

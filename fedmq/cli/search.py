@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Show = Callable[[str, int, int], None]
 
 
+#: Maximum number of silos whose columns the terminal shows.
+_MOST_COLUMNS = 10
 #: Modality of an item.
 Side = Literal["image", "text"]
 Text = Annotated[str | None, typer.Argument(metavar="TEXT", help="Text to search for.", show_default=False)]
@@ -200,6 +202,15 @@ def export_command(
         Path | None,
         typer.Option("--hub", metavar="DIR", help="Write a folder for the Hugging Face Hub instead of a gallery."),
     ] = None,
+    trec: Annotated[
+        Path | None,
+        typer.Option("--trec", metavar="DIR", help="Write the rankings of the evaluated items to DIR as TREC files."),
+    ] = None,
+    positives: Annotated[
+        Path | None,
+        typer.Option("--positives", metavar="FILE", help="With --trec: judgements (qrels) of further relevant items."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=10, help="With --trec: items per query.")] = 100,
     silo: OwnModel = None,
     site: AtSite = None,
     device: Device = None,
@@ -215,18 +226,29 @@ def export_command(
     Example: [bold]fedmq export runs/fedper --silo silo-03[/bold]
 
     Example: [bold]fedmq export runs/smoke --hub smoke --onnx smoke/onnx[/bold]
+
+    Example: [bold]fedmq export runs/smoke --trec trec[/bold]
     """
+    others = (("--gallery", chosen), ("--trec", trec), ("--silo", silo), ("--site", site), ("--device", device))
+    if positives is not None and trec is None:
+        raise InputError("--positives", str(positives), "only with --trec DIR")
     if onnx is not None or hub is not None:
-        for option, given in (("--gallery", chosen), ("--silo", silo), ("--site", site), ("--device", device)):
-            if given is not None:
-                raise InputError(option, str(given), "no such option with --onnx or --hub")
+        _refuse(others, "no such option with --onnx or --hub")
         _export_model(_released(run, "cpu", None, None, bar()), onnx, hub, as_json=as_json)
         return
     show = bar()
+    released = _released(run, device, silo, site, show)
+    if trec is not None:
+        _refuse(others[:1], "no such option with --trec, which ranks the items that the run evaluated")
+        _export_rankings(released, trec, positives, top, show, as_json=as_json)
+        return
+    _export_gallery(released, chosen or site, show, as_json=as_json)
+
+
+def _export_gallery(released: Release | ModelFolder, chosen: Path | None, show: Show, *, as_json: bool) -> None:
     from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
 
-    released = _released(run, device, silo, site, show)
-    gallery = galleries.export(released, chosen or site, show)
+    gallery = galleries.export(released, chosen, show)
     facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
     files = sorted(path.name for path in gallery.folder.iterdir())
     if as_json:
@@ -234,6 +256,36 @@ def export_command(
         return
     size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
     print_line(f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}")
+
+
+def _refuse(options: Sequence[tuple[str, object]], allowed: str) -> None:
+    for option, given in options:
+        if given is not None:
+            raise InputError(option, str(given), allowed)
+
+
+def _export_rankings(
+    released: Release | ModelFolder, folder: Path, positives: Path | None, top: int, show: Show, *, as_json: bool
+) -> None:
+    """Write TREC files, and print what they measure."""
+    from fedmq.retrieval import rankings  # noqa: PLC0415
+    from fedmq.retrieval.released_model import ModelFolder  # noqa: PLC0415
+
+    if isinstance(released, ModelFolder):
+        raise InputError("--trec", str(folder), "a run folder, RUN: a model alone has no evaluated items")
+    found = rankings.ranked(released, top, show)
+    if positives is not None:
+        found = rankings.with_positives(found, positives)
+    files = [path.name for path in rankings.write(found, folder, released.run.root.resolve().name)]
+    scores = {way: rankings.scores_of(ranking) for way, ranking in found.items()}
+    if as_json:
+        print_json({"folder": str(folder), "files": files, "scores": scores}, indent=None)
+        return
+    table = Table("", *scores["i2t"])
+    for way, values in scores.items():
+        table.add_row(way, *(f"{value:.4f}" for value in values.values()))
+    out.print(table)
+    print_line(f"{folder}: {', '.join(files)}")
 
 
 def _export_model(released: Release | ModelFolder, onnx: Path | None, hub: Path | None, *, as_json: bool) -> None:
@@ -331,6 +383,44 @@ def curves_command(
         table.add_row(escape(run.name), *cells)
     out.print(table)
     print_line(f"{folder}: curves.csv, curves.html")
+
+
+def cross_command(
+    run: Run,
+    metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric to show.")] = "mean_r1",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the personal model of each silo on the held-out items of every silo.
+
+    Rows are models, columns the silos whose items are the queries. For methods with personal models, in runs whose
+    silos kept their state on this machine.
+
+    Example: [bold]fedmq cross runs/local[/bold]
+    """
+    require_folder(run)
+    from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
+    from fedmq.retrieval import cross_site  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
+
+    names = open_release(run, device).scenario.silo_names
+    found = cross_site.measured(names, lambda name: open_run_model(run, device, name), metric, bar())
+    if as_json:
+        facts = {"metric": metric, "models": found.models, "silos": found.silos, "items": found.items}
+        means = {"own": found.own, "others": found.others, "without_model": found.without}
+        print_json({**facts, "values": found.values.tolist(), **means}, indent=None)
+        return
+    shown = found.silos[:_MOST_COLUMNS]
+    table = Table(f"{metric} of the model of", *shown, title="queries: held-out items of")
+    for name, values in zip(found.models, found.values, strict=True):
+        table.add_row(name, *(f"{value:.3f}" for value in values[: len(shown)]))
+    table.add_row("items", *map(str, found.items[: len(shown)]))
+    out.print(table)
+    if len(shown) < len(found.silos):
+        print_line(f"{len(found.silos) - len(shown)} more columns are in --json")
+    print_line(f"mean on the own silo {found.own:.4f}, on others {found.others:.4f}")
+    for name, why in found.without.items():
+        err.print(f"[yellow]left out[/yellow] {name}: {escape(why)}", soft_wrap=True)
 
 
 def tsne_command(

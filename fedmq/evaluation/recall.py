@@ -266,6 +266,18 @@ def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, flo
     return {"mean": float(v.mean()), "std": float(v.std()), "worst": float(v.min()), "gap": float(v.max() - v.min())}
 
 
+def chance_std(value: float, items: Sequence[int]) -> float:
+    """Standard deviation of R@1 over silos that few queries cause alone, if the model is equally good for all silos.
+
+    The binomial error of a mean over both directions, as if all queries were independent: sqrt(mean of p (1 - p) / 2n).
+
+    Args:
+        value: p, mean R@1 over silos.
+        items: n, number of held-out items of each silo, at least one each.
+    """
+    return math.sqrt(value * (1 - value) * float(np.mean([1 / (2 * n) for n in items]))) if items else 0.0
+
+
 def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos that have a ``mean_r1``."""
     spread = fairness([values[HEADLINE] for values in per_silo.values() if HEADLINE in values])

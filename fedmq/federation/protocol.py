@@ -75,6 +75,8 @@ class Context:
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
     # Builds the model with both frozen towers, for a coordinator that trains on public items.
     build: Callable[[], TwoTower] | None = field(default=None, compare=False)
+    # Loads model inputs [n, ...] of the text tower for the n most frequent English words, which belong to no data set.
+    words: Callable[[int], torch.Tensor] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Update:
     payloads: tuple[Payload, ...]  # the change of the parameters, and the statistics that the method has silos report
     # Weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
     participation_weight: float = 1.0
-    # Weight factor of a single-modality silo, ``aggregation.single_weight``; 1 for a silo with both modalities.
+    # Weight factor of items that lack a modality, ``aggregation.single_weight``; 1 for a silo of pairs alone.
     modality_weight: float = 1.0
     # The state that its task was created from, to interpret a stale update; None if it is the state that the reply is
     # merged into.

@@ -114,16 +114,27 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
 
 
 def labelled_population(release: Release, progress: Progress | None = None) -> Population:
-    """Load a run's data, or those of the site whose personal model is used, checked to have labels.
+    """As :func:`evaluated_population`, checked to have labels.
 
     Raises:
-        InputError: the data are not those of the run, or have no labels, or only the sites have them, or the site has
-            no pair to evaluate.
+        InputError: also if the data have no labels.
+    """
+    population = evaluated_population(release, progress)
+    if not population.prepared.label_names:
+        if release.site is not None:
+            raise InputError("--site", "a site whose data have no labels", "data with labels")
+        raise InputError(f"data.name of {release.run.root}", release.scenario.dataset.name, "a data set with labels")
+    return population
+
+
+def evaluated_population(release: Release, progress: Progress | None = None) -> Population:
+    """Load a run's data, or those of the site whose personal model is used.
+
+    Raises:
+        InputError: the data are not those of the run, or only the sites have them, or the site has no pair to evaluate.
     """
     scenario = release.scenario
     if release.site is not None:
-        if not release.site.prepared.label_names:
-            raise InputError("--site", "a site whose data have no labels", "data with labels")
         if not len(release.site.evaluated):
             split = scenario.evaluation.split
             raise InputError("--site", f"a site without a pair in its {split} split", f"a site with {split} pairs")
@@ -136,8 +147,6 @@ def labelled_population(release: Release, progress: Progress | None = None) -> P
         raise InputError(str(release.run.root), "a run whose data only the sites have (partition.kind own)", allowed)
     population = build_population(scenario, progress, release.cache)
     release.check_data(population.prepared)
-    if not population.prepared.label_names:
-        raise InputError(f"data.name of {release.run.root}", scenario.dataset.name, "a data set with labels")
     return population
 
 

@@ -7,7 +7,7 @@ a merge never depends on the order of arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
 
+#: How a merge combines the updates of a branch, the option ``branch_renorm`` of methods: see :func:`merge_updates`.
+BranchRenorm = bool | Literal["conflict_free"]
 #: Elements per block of a sum.
 _BLOCK = 1 << 18
 #: How reports show the largest weight of a merge.
@@ -203,14 +205,47 @@ def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
     return kept if float(total) == 0.0 else kept / total
 
 
+def conflict_free(parts: Sequence[Tensor], weights: Tensor, paired: Tensor) -> Tensor:
+    """Step of a branch in which single-modality silos add to the paired silos' step and never reduce it.
+
+    With P the mean update of the paired silos, S that of the others and r the others' share of the weights:
+
+        S' = S - min(0, <S, P>) P / |P|^2,    step = P + r min(1, |P| / |S'|) S'
+
+    so <step, P> >= |P|^2 and |step| <= (1 + r) |P|. The projection is that of PCGrad (Yu et al., NeurIPS 2020) between
+    tasks and of FedGH (Zhang et al., 2023, arXiv 2309.06692) between all pairs of silos; here one side alone gives way.
+
+    Args:
+        parts: updates [n] of the silos that trained the branch or have weight 0.
+        weights: float64 [M], sum 1.
+        paired: bool [M], which silos hold both modalities.
+
+    Returns:
+        float64 [n]; the mean of all updates if no paired silo has moved the branch.
+    """
+    leading, others = (weighted_sum(parts, branch_weights(weights, side)) for side in (paired, ~paired))
+    length = torch.linalg.vector_norm(leading)
+    if float(length) == 0.0:
+        return others
+    others -= (torch.dot(others, leading) / length.square()).clamp(max=0.0) * leading
+    longest = torch.maximum(length, torch.linalg.vector_norm(others))
+    step: Tensor = leading + weights[~paired].sum() * (length / longest) * others
+    return step
+
+
 def merge_updates(
-    theta: Tensor, updates: Sequence[Update], weights: Tensor, branches: Mapping[str, slice], branch_renorm: bool
+    theta: Tensor,
+    updates: Sequence[Update],
+    weights: Tensor,
+    branches: Mapping[str, slice],
+    branch_renorm: BranchRenorm,
 ) -> Tensor:
     """Add the weighted updates: theta + sum_k w_k Δ_k, branch by branch (RCSR eq 11, FedAvg).
 
     A silo's Δ is zero on the branch of a modality it lacks. With ``branch_renorm`` such zeros do not shrink the step:
-    weights are renormalised among the silos that trained the branch. Without it, the sum is the plain one of the
-    papers. Values that a silo sends for a branch it lacks are ignored, so that noise on them has no effect.
+    weights are renormalised among the silos that trained the branch, and ``conflict_free`` combines the updates by
+    :func:`conflict_free` instead. Without it, the sum is the plain one of the papers. Values that a silo sends for a
+    branch it lacks are ignored, so that noise on them has no effect.
 
     Args:
         theta: float32 [P].
@@ -223,12 +258,17 @@ def merge_updates(
         [P], in theta's precision; float32 in a run.
     """
     step = torch.zeros_like(theta, dtype=torch.float64)
+    paired = torch.tensor([update.silo.paired for update in updates])
     for name, part in branches.items():
         owners = [owns(update.silo, name) for update in updates]
         parts = [update.delta[part] for update in updates]
-        if branch_renorm:
-            active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
-            add_weighted(step[part], parts, branch_weights(weights, torch.tensor(active)))
-        else:
+        if not branch_renorm:
             add_weighted(step[part], parts, weights * torch.tensor(owners))
+            continue
+        active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
+        shares = branch_weights(weights, torch.tensor(active))
+        if branch_renorm == "conflict_free":
+            step[part] = conflict_free(parts, shares, paired)
+        else:
+            add_weighted(step[part], parts, shares)
     return step.add_(theta).to(theta.dtype)

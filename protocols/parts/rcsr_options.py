@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fedmq.config.options import OptionError
 from fedmq.config.sections import Count, Fraction, NonNegative, Positive
-from protocols.parts import personal_adapter
+from protocols.parts import aggregation, personal_adapter
 from protocols.parts.losses import TauOptions
 
 #: Where both the paper and the released code differ from the defaults. The values of the paper's table 3 are defaults.
@@ -79,7 +79,9 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
             both; ``code``, raw losses and q to the power 1 / (1 + fair_tau).
         fair_center: step q by the normalised loss minus 1; if false, by the normalised loss, as printed. Not used by
             ``code``, which takes raw losses.
-        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum. With
+            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
+            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
         personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
             ``router`` weights (eq 13).
         s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
@@ -158,7 +160,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     fair_ema: Fraction = 0.9
     fair_update: Literal["entropic", "paper", "code"] = "entropic"
     fair_center: bool = True
-    branch_renorm: bool = True
+    branch_renorm: aggregation.BranchRenorm = True
     personal: Literal["none", "fixed", "router"] = "none"
     s_norm: Literal["plain", "relative"] = "plain"
     preset: Literal["printed", "released", "ours"] | None = None

@@ -43,9 +43,9 @@ def _silos(count: float) -> Roster:
 
 
 def _model(megabytes: float) -> Roster:
-    """Four silos whose adapters (64 wide) and heads on features of width w have 4 w^2 + 256 w float32 values."""
+    """Two silos whose adapters (64 wide) and heads on features of width w have 4 w^2 + 256 w float32 values."""
     width = (math.sqrt(256**2 + 16 * megabytes * 1e6 / 4) - 256) / 8
-    return replace(_BASE, silos=4, items=80, selected=4, width=round(width), missing=0.0)
+    return replace(_BASE, silos=2, items=40, selected=2, width=round(width), missing=0.0)
 
 
 def _items(count: float) -> Roster:
@@ -163,7 +163,7 @@ class Along:
 
 
 def measured(roster: Roster, size: float, limit_s: float) -> Point:
-    """Run a roster in four host processes and return its cost.
+    """Run a roster in at most four host processes and return its cost.
 
     Raises:
         subprocess.SubprocessError: the run failed or took longer than the limit.
@@ -171,7 +171,7 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         scenario = roster_scenario(folder, roster)
-        settings = ("silos.hosts=4", "training.batch_size=128")
+        settings = (f"silos.hosts={min(4, roster.silos)}", "training.batch_size=128")
         with peak_memory() as peak:
             summary = simulated(scenario, folder / "run", *settings, limit_s=max(limit_s, 1.0))
         return Point(

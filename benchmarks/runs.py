@@ -64,6 +64,7 @@ class Roster:
         rounds: number of rounds.
         selected: number of silos that train in each round.
         missing: share of the silos with one modality.
+        test: number of test items; at least one for each silo.
     """
 
     silos: int
@@ -72,12 +73,13 @@ class Roster:
     rounds: int
     selected: int
     missing: float = 0.5
+    test: int = 20
 
 
 def roster_scenario(folder: Path, roster: Roster) -> Path:
     """Write the scenario of a roster, and its features, into a folder."""
     name = f"roster-{roster.silos}-{roster.items}-{roster.width}"
-    test = max(roster.silos, 20)
+    test = max(roster.silos, roster.test)
     scenario: dict[str, Any] = {
         "name": name,
         "rounds": roster.rounds,
@@ -127,12 +129,14 @@ def simulated(
     Raises:
         subprocess.SubprocessError: the run failed or exceeded the time limit.
     """
-    return output_of("scenario", str(scenario), "--out", str(out), *options, settings=settings, limit_s=limit_s)
+    return output_of(
+        "scenario", str(scenario), "--out", str(out), "--quiet", *options, settings=settings, limit_s=limit_s
+    )
 
 
 def output_of(*words: str, settings: Sequence[str] = (), limit_s: float = 300.0) -> dict[str, Any]:
     """Run a command of fedmq with ``--json`` and return what it prints; see :func:`simulated`."""
-    command = [sys.executable, "-m", "fedmq", *words, "--json", "--quiet"]
+    command = [sys.executable, "-m", "fedmq", *words, "--json"]
     command += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, check=False, timeout=limit_s)
     if done.returncode:

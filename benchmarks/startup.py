@@ -44,7 +44,7 @@ def run(*, smoke: bool = False) -> Result:
         for count, repeats in ({2: 1} if smoke else _REPEATS).items():
             settings = ("rounds=1", f"silos.count={count}")
             # Fills the cache with the data set and its partition: computing them is not part of start-up.
-            simulated(scenario, folder / f"warm-{count}", *settings, limit_s=600)
+            simulated(scenario, folder / f"warm-{count}", *settings, "launcher=inline")
             starts, summaries = [], []
             for number in range(repeats):
                 out = folder / f"run-{count}-{number}"

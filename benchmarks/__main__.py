@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +41,8 @@ def _table(result: Result) -> Table:
     for number in result.numbers:
         table.add_row(number.name, _cell(number), number.aim)
     before, after = result.load
-    table.caption = "; ".join((*result.notes, f"load average {before:.1f} before, {after:.1f} after"))
+    took = f"{result.seconds:.0f} s, load average {before:.1f} before, {after:.1f} after"
+    table.caption = "; ".join((*result.notes, took))
     table.caption_justify = "left"
     return table
 
@@ -68,20 +70,27 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 130)
     about, until = machine(), time.monotonic() + 60 * arguments.minutes
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False, soft_wrap=True)
-    results = []
+    results: list[Result] = []
+    file = arguments.json or _new_file(about["commit"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for name in arguments.only or [name for name in BENCHMARKS if BENCHMARKS[name].by_default]:
-            limit_s = min(BENCHMARKS[name].limit_s, max(until - time.monotonic(), 0.0))
-            with console.status(f"{name}, at most {limit_s:.0f} s"):
-                result = run_limited(name, arguments.smoke, limit_s, Path(folder) / f"{name}.json")
+            limit_s = min(BENCHMARKS[name].limit_s, until - time.monotonic())
+            if limit_s > 0:
+                with console.status(f"{name}, at most {limit_s:.0f} s"):
+                    result = run_limited(name, arguments.smoke, limit_s, Path(folder) / f"{name}.json")
+            else:
+                result = Result(name, (), failed=f"not started, as the {arguments.minutes:g} minutes of all were over")
             results.append(result)
             console.print(f"{name}: {result.failed}" if result.failed else _table(result))
-    file = arguments.json or _new_file(about["commit"])
+            _keep(file, about, results)  # also if the next one is interrupted
+    console.print(f"results: {file}", soft_wrap=True)
+    sys.exit(any(result.failed for result in results))
+
+
+def _keep(file: Path, about: dict[str, Any], results: list[Result]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": about, "benchmarks": [asdict(result) for result in results]}, indent=1)
     file.write_text(text + "\n", encoding="utf-8")
-    console.print(f"results: {file}", soft_wrap=True)
-    sys.exit(any(result.failed for result in results))
 
 
 def _new_file(commit: str) -> Path:

@@ -1,20 +1,12 @@
-"""Estimates of ``fedmq scenario --check`` compared with runs: time, memory and traffic of six scenarios."""
+"""Estimates of ``fedmq scenario --check`` compared with runs: time, memory and traffic of several scenarios."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from benchmarks.measure import Number, Result
-from benchmarks.runs import rcsr_scenario
+from benchmarks.runs import Roster, output_of, peak_memory, roster_scenario, simulated
 from fedmq.launch.estimates import TOLERANCE
 
 #: Scenario files and their settings.
@@ -22,66 +14,42 @@ RUNS = (
     ("smoke.yaml", ()),
     ("rcsr_mr50.yaml", ("rounds=20",)),
     ("fedcafe/openmoji.yaml", ("rounds=5",)),
-    ("fedhap/openmoji.yaml", ("rounds=5",)),
-    ("fedscmr/openmoji.yaml", ("rounds=5",)),
     ("feduch/openmoji.yaml", ("rounds=5",)),
 )
+#: So many items that an estimate rests on a part of them: training and evaluation; ``smoke``: evaluation only.
+_LARGE = Roster(silos=20, items=60_000, width=128, rounds=4, selected=5, test=4000)
+_SMALL = Roster(silos=3, items=120, width=32, rounds=4, selected=3, test=2000)
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"
-#: Time between two measurements of memory [s].
-_EVERY_S = 0.25
 
 
 def run(*, smoke: bool = False) -> Result:
-    """Estimate and execute each scenario; ``smoke``: one scenario of three silos on synthetic features, four rounds."""
+    """Estimate and execute each scenario; ``smoke``: only one on synthetic features, with few items."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        if smoke:
-            return _result([("made", *_both(rcsr_scenario(folder, smoke=True), ("rounds=4",), folder / "run"))])
-        return _result(
-            [
-                (file, *_both(_SCENARIOS / file, settings, folder / str(place)))
-                for place, (file, settings) in enumerate(RUNS)
-            ]
-        )
+        runs = [] if smoke else [(_SCENARIOS / file, settings) for file, settings in RUNS]
+        runs.append((roster_scenario(folder, _SMALL if smoke else _LARGE), ()))
+        return _result([_both(*each, folder / f"run-{place}") for place, each in enumerate(runs)])
 
 
-def _both(file: Path, settings: tuple[str, ...], out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Estimates and measurements of a scenario: ``seconds``, ``memory`` [MB], and ``traffic`` [MB]."""
-    options = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "fedmq", "scenario", str(file), *options, "--json", "--quiet"]
-    checked = subprocess.run([*command, "--check"], stdout=subprocess.PIPE, check=True, timeout=300.0)
-    expected = json.loads(checked.stdout)
-    with subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.PIPE) as started:
-        memory = [0.0]
-        watcher = threading.Thread(target=_watch, args=(started, memory), daemon=True)
-        watcher.start()
-        text, _ = started.communicate(timeout=600.0)
-        watcher.join()
-    summary = json.loads(text)
+def _both(file: Path, settings: tuple[str, ...], out: Path) -> tuple[str, dict[str, float], dict[str, float]]:
+    """Name of a scenario, its estimates and measurements: ``seconds``, ``memory`` [MB], and ``traffic`` [MB]."""
+    output_of("data", "features", str(file))  # an estimate needs them
+    expected = output_of("scenario", str(file), "--check", "--quiet", settings=settings)
+    name = f"{file.parent.name}/{file.stem}" if file.stem == "openmoji" else file.stem
+    with peak_memory() as peak:
+        summary = simulated(file, out, *settings)
     traffic = sum(sum(summary["bytes"][way].values()) for way in ("up", "down"))
     estimated = {
         "seconds": expected["startup"] + expected["rounds"],
         "memory": expected["memory"] / 2**20,
         "traffic": (expected["up"] + expected["down"]) / 1e6,
     }
-    return estimated, {"seconds": summary["seconds"]["total"], "memory": memory[0] / 2**20, "traffic": traffic / 1e6}
+    part = "" if expected["on_all_items"] else ", estimated from a part of its items"
+    measured = {"seconds": summary["seconds"]["total"], "memory": peak[0], "traffic": traffic / 1e6}
+    return name + part, estimated, measured
 
 
-def _watch(started: subprocess.Popen[bytes], peak: list[float]) -> None:
-    """Keep the largest sum of the proportional set sizes of a process and all its descendants [bytes]."""
-    command = psutil.Process(started.pid)
-    while started.poll() is None:
-        total = 0
-        try:
-            for each in (command, *command.children(recursive=True)):
-                total += each.memory_full_info().pss
-        except (psutil.Error, OSError):
-            continue  # a process has just ended
-        peak[0] = max(peak[0], float(total))
-        time.sleep(_EVERY_S)
-
-
-def _result(found: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> Result:
+def _result(found: list[tuple[str, dict[str, float], dict[str, float]]]) -> Result:
     units, aims = {"seconds": "s", "memory": "MB", "traffic": "MB"}, {"seconds": 1.5, "memory": 1.3, "traffic": 1.05}
     numbers = []
     for name, estimated, measured in found:

@@ -1,8 +1,8 @@
 """Cost of a run against its size: time per round, memory and start over silos, size of the model, and items.
 
 Usage: ``python -m benchmarks.growth [--out FOLDER] [--axes silos,model,items] [--minutes 30] [--smoke]``. It prints a
-table and one sentence on what bends first, and writes ``growth.html`` with a plot per axis and ``growth.json``.
-``--smoke`` measures only the two smallest sizes of each axis.
+table and one sentence on what bends first, and writes ``growth.html`` with a plot per axis and ``growth.json``. It goes
+on from the ``growth.json`` of an earlier call. ``--smoke`` measures only the two smallest sizes of each axis.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.measure import machine
-from benchmarks.runs import Roster, loop_seconds, roster_scenario, simulated
+from benchmarks.measure import commit, load_average, machine
+from benchmarks.runs import Roster, loop_seconds, peak_memory, roster_scenario, simulated
 from fedmq.runs.report.html import Figure, colour, document
 
 #: A cost grows faster than its axis where it is, per unit of size, more than this many times its minimum on the axis.
@@ -41,9 +43,9 @@ def _silos(count: float) -> Roster:
 
 
 def _model(megabytes: float) -> Roster:
-    """Four silos whose adapters (64 wide) and heads on features of width w have 4 w^2 + 256 w float32 values."""
+    """Two silos whose adapters (64 wide) and heads on features of width w have 4 w^2 + 256 w float32 values."""
     width = (math.sqrt(256**2 + 16 * megabytes * 1e6 / 4) - 256) / 8
-    return replace(_BASE, silos=4, items=80, selected=4, width=round(width), missing=0.0)
+    return replace(_BASE, silos=2, items=40, selected=2, width=round(width), missing=0.0)
 
 
 def _items(count: float) -> Roster:
@@ -84,6 +86,8 @@ class Point:
         memory_mb: peak memory of all processes [MB PSS].
         start_s: from the command until all silos were ready, features and partition not in the cache [s].
         sent_mb: models sent per merged task [MB]: the size of the model, and more if tasks were sent again.
+        load: one-minute load average of the machine at the end; four processes at work make 4.
+        commit: of the checkout.
     """
 
     size: float
@@ -91,6 +95,8 @@ class Point:
     memory_mb: float
     start_s: float
     sent_mb: float
+    load: float = 0.0
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,32 +128,42 @@ class Limits:
 
 
 @dataclass
-class Growth:
-    """Measured points and the reason for each missing one, by axis."""
+class Along:
+    """What was measured along an axis.
 
-    points: dict[str, list[Point]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    Args:
+        points: ascending by size.
+        missing: why they end before the largest size; empty if they do not.
+    """
 
-    def along(self, name: str, sizes: Sequence[float], limits: Limits, say: Callable[[str], None]) -> None:
-        """Measure an axis from its smallest size, until its end or a limit."""
-        points = self.points.setdefault(name, [])
-        for size in sizes:
-            what = f"{name}: {size:,.0f} {AXES[name].unit}"
-            roster = AXES[name].roster(size)
-            refusal = limits.refusal(points, size, roster.rounds)
-            if not refusal:
+    points: list[Point] = field(default_factory=list)
+    missing: str = ""
+
+    def go_on(self, name: str, sizes: Sequence[float], limits: Limits) -> Iterator[str]:
+        """Measure the axis of this name from its smallest size without a point, until its end or a limit.
+
+        Yields a line before and after each size.
+        """
+        for size in sizes[len(self.points) :]:
+            what, roster = f"{name}: {size:,.0f} {AXES[name].unit}", AXES[name].roster(size)
+            why = limits.refusal(self.points, size, roster.rounds)
+            if not why:
+                yield f"{what} ..."
                 try:
-                    points.append(measured(roster, size, limits.until - time.monotonic()))
-                    say(what)
-                    continue
+                    point = measured(roster, size, limits.until - time.monotonic())
                 except subprocess.TimeoutExpired:
-                    refusal = "the time for all measurements was over"
-            self.missing.append(f"{what} not measured, as {refusal}")
-            return
+                    why = "the time for all measurements was over"
+            if why:
+                self.missing = f"{what} not measured, as {why}"
+                return
+            self.points.append(point)
+            costs = ", ".join(f"{label} {getattr(point, cost):.4g} {unit}" for cost, label, unit in COSTS)
+            yield f"{what}: {costs}, load average {point.load:.1f}"
+        self.missing = ""
 
 
 def measured(roster: Roster, size: float, limit_s: float) -> Point:
-    """Run a roster in four host processes and return its cost.
+    """Run a roster in at most four host processes and return its cost.
 
     Raises:
         subprocess.SubprocessError: the run failed or took longer than the limit.
@@ -155,14 +171,17 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         scenario = roster_scenario(folder, roster)
-        settings = ("silos.hosts=4", "training.batch_size=128")
-        summary = simulated(scenario, folder / "run", *settings, limit_s=max(limit_s, 1.0))
+        settings = (f"silos.hosts={min(4, roster.silos)}", "training.batch_size=128")
+        with peak_memory() as peak:
+            summary = simulated(scenario, folder / "run", *settings, limit_s=max(limit_s, 1.0))
         return Point(
             size,
             loop_seconds(folder / "run") / roster.rounds,
-            summary["processes"]["peak_pss_mb"],
+            peak[0],
             summary["seconds"]["startup"],
             summary["bytes"]["down"]["model"] / summary["tasks"]["merged"] / 1e6,
+            load_average(),
+            commit(),
         )
 
 
@@ -185,10 +204,11 @@ def _per_unit(point: Point, cost: str) -> float:
     return float(getattr(point, cost)) / point.size
 
 
-def what_bends_first(measured_points: Mapping[str, Sequence[Point]]) -> str:
+def what_bends_first(growth: Mapping[str, Along]) -> str:
     """One sentence: the cost that bends at the smallest multiple of its axis's smallest size."""
     found = []
-    for axis, points in measured_points.items():
+    for axis, along in growth.items():
+        points = along.points
         for cost, name, unit in COSTS:
             if points and (bent := bend(points, cost)) is not None:
                 found.append((bent[1].size / points[0].size, axis, cost, name, unit, *bent))
@@ -226,36 +246,40 @@ def figure(axis: str, points: Sequence[Point]) -> Figure:
     return drawn
 
 
-def rows(growth: Growth) -> list[list[str]]:
+def rows(growth: Mapping[str, Along]) -> list[list[str]]:
     """The table of all points, its head first."""
-    table = [
-        [
-            "axis",
-            "size",
-            *(f"{name} [{unit}]" for _, name, unit in COSTS),
-            "per unit, to the axis's least",
-        ]
-    ]
-    for axis, points in growth.points.items():
-        for point in points:
-            times = [_per_unit(point, cost) / min(_per_unit(each, cost) for each in points) for cost, _, _ in COSTS]
+    costs = [f"{name} [{unit}]" for _, name, unit in COSTS]
+    table = [["axis", "size", *costs, "per unit, to the axis's least", "load", "commit"]]
+    for axis, along in growth.items():
+        for point in along.points:
+            least = [min(_per_unit(each, cost) for each in along.points) for cost, _, _ in COSTS]
+            times = [_per_unit(point, cost) / best for (cost, _, _), best in zip(COSTS, least, strict=True)]
             values = [f"{getattr(point, cost):,.4g}" for cost, _, _ in COSTS]
-            table.append([axis, f"{point.size:,.0f} {AXES[axis].unit}", *values, ", ".join(f"{x:.2g}x" for x in times)])
+            shares = ", ".join(f"{x:.2g}x" for x in times)
+            size = f"{point.size:,.0f} {AXES[axis].unit}"
+            table.append([axis, size, *values, shares, f"{point.load:.1f}", point.commit])
     return table
 
 
-def written(growth: Growth, folder: Path) -> str:
-    """Write the page and the JSON; returns the sentence on what bends first."""
+def written(growth: Mapping[str, Along], folder: Path) -> list[str]:
+    """Write the page and the JSON; returns what both say: what bends first, and which sizes are missing."""
     about: dict[str, Any] = machine()
-    sentence = what_bends_first(growth.points)
-    body = rows(growth)
-    notes = (sentence, *growth.missing, ", ".join(f"{key} {value}" for key, value in about.items()))
-    figures = [figure(axis, points) for axis, points in growth.points.items() if points]
+    said = [what_bends_first(growth), *(along.missing for along in growth.values() if along.missing)]
+    notes = (*said, ", ".join(f"{key} {value}" for key, value in about.items()))
+    figures = [figure(axis, along.points) for axis, along in growth.items() if along.points]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "growth.html").write_text(document("Cost against size", notes, figures, body), encoding="utf-8")
-    found = {"machine": about, **asdict(growth), "bends_first": sentence}
+    (folder / "growth.html").write_text(document("Cost against size", notes, figures, rows(growth)), encoding="utf-8")
+    found = {"machine": about, "axes": {axis: asdict(along) for axis, along in growth.items()}, "said": said}
     (folder / "growth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return sentence
+    return said
+
+
+def earlier(folder: Path) -> dict[str, Along]:
+    """What an earlier call measured, of ``growth.json``; empty without one."""
+    with suppress(FileNotFoundError):
+        found = json.loads((folder / "growth.json").read_text(encoding="utf-8"))
+        return TypeAdapter(dict[str, Along]).validate_python(found["axes"])
+    return {}
 
 
 def _axes(text: str) -> list[str]:
@@ -266,29 +290,36 @@ def _axes(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Measure the axes, print the table and the sentence, write the page after each axis."""
+    """Measure the axes, print the table and what follows from it, write the page after each size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, default=Path("bench/growth"), metavar="FOLDER", help="default: bench/growth"
+        "--out",
+        type=Path,
+        default=Path("bench/growth"),
+        metavar="FOLDER",
+        help="default: bench/growth; what an earlier call measured there is not measured again",
     )
     parser.add_argument("--axes", type=_axes, default=list(AXES), metavar="A,B", help=f"of {', '.join(AXES)}")
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit of all together (default 30)")
     parser.add_argument("--smoke", action="store_true", help="only the two smallest sizes of each axis")
     arguments = parser.parse_args()
-    growth, sentence = Growth(), ""
+    growth = earlier(arguments.out)
     console = Console(width=None if sys.stdout.isatty() else 130)
     # Half of what is free: a run that grows faster than its size has room before the machine has none.
     memory_mb = psutil.virtual_memory().available / 2**21
     limits = Limits(time.monotonic() + 60 * arguments.minutes, memory_mb)
     for name in arguments.axes:
-        growth.along(name, AXES[name].sizes[: 2 if arguments.smoke else None], limits, console.print)
-        sentence = written(growth, arguments.out)
+        along = growth.setdefault(name, Along())
+        for line in along.go_on(name, AXES[name].sizes[: 2 if arguments.smoke else None], limits):
+            console.print(line, soft_wrap=True)
+            written(growth, arguments.out)
+    said = written(growth, arguments.out)
     head, *body = rows(growth)
     table = Table(*map(escape, head))  # units are in brackets, like markup
     for row in body:
         table.add_row(*map(escape, row))
     console.print(table)
-    console.print(*growth.missing, sentence, f"plots: {arguments.out / 'growth.html'}", sep="\n", soft_wrap=True)
+    console.print(*said, f"plots: {arguments.out / 'growth.html'}", sep="\n", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Result:
         numbers: in display order.
         notes: remarks for the table's caption.
         load: one-minute load average before and after.
+        seconds: that it took [s].
         failed: why there are no numbers; empty if there are.
     """
 
@@ -60,6 +61,7 @@ class Result:
     numbers: tuple[Number, ...]
     notes: tuple[str, ...] = ()
     load: tuple[float, float] = (0.0, 0.0)
+    seconds: float = 0.0
     failed: str = ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -52,10 +53,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 def run_one(name: str, smoke: bool, file: Path) -> None:
     """Run a benchmark in this process, and write its result as JSON."""
-    before = load_average()
+    before, began = load_average(), time.monotonic()
     module = import_module(f"benchmarks.{BENCHMARKS[name].module}")  # with its libraries, which others do not use
-    result = replace(module.run(smoke=smoke), load=(before, load_average()))
-    file.write_bytes(_RESULT.dump_json(result))
+    result = module.run(smoke=smoke)
+    seconds = time.monotonic() - began
+    file.write_bytes(_RESULT.dump_json(replace(result, load=(before, load_average()), seconds=seconds)))
 
 
 def _run_alone(name: str, smoke: bool, file: Path) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import yaml
 
 #: The setting of the RCSR paper's main table; the benchmarks vary its size.
@@ -59,6 +64,7 @@ class Roster:
         rounds: number of rounds.
         selected: number of silos that train in each round.
         missing: share of the silos with one modality.
+        test: number of test items; at least one for each silo.
     """
 
     silos: int
@@ -67,12 +73,13 @@ class Roster:
     rounds: int
     selected: int
     missing: float = 0.5
+    test: int = 20
 
 
 def roster_scenario(folder: Path, roster: Roster) -> Path:
     """Write the scenario of a roster, and its features, into a folder."""
     name = f"roster-{roster.silos}-{roster.items}-{roster.width}"
-    test = max(roster.silos, 20)
+    test = max(roster.silos, roster.test)
     scenario: dict[str, Any] = {
         "name": name,
         "rounds": roster.rounds,
@@ -107,25 +114,63 @@ def synthetic_features(path: Path, *, train: int, test: int, width: int) -> dict
     return {"data": {"name": "features", "path": str(path)}, "backbone": {"name": "features"}}
 
 
-def simulated(scenario: Path, out: Path, *settings: str, limit_s: float = 300.0) -> dict[str, Any]:
+def simulated(
+    scenario: Path, out: Path, *settings: str, options: Sequence[str] = (), limit_s: float = 300.0
+) -> dict[str, Any]:
     """Run ``fedmq scenario`` and return its summary.
 
     Args:
         scenario: its file.
         out: the run folder, new.
         settings: ``key=value`` arguments of ``--set``.
+        options: further options of the command.
         limit_s: time limit [s].
 
     Raises:
         subprocess.SubprocessError: the run failed or exceeded the time limit.
     """
-    command = [sys.executable, "-m", "fedmq", "scenario", str(scenario), "--out", str(out), "--json", "--quiet"]
+    return output_of(
+        "scenario", str(scenario), "--out", str(out), "--quiet", *options, settings=settings, limit_s=limit_s
+    )
+
+
+def output_of(*words: str, settings: Sequence[str] = (), limit_s: float = 300.0) -> dict[str, Any]:
+    """Run a command of fedmq with ``--json`` and return what it prints; see :func:`simulated`."""
+    command = [sys.executable, "-m", "fedmq", *words, "--json"]
     command += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, check=False, timeout=limit_s)
     if done.returncode:
         raise subprocess.SubprocessError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr.decode()}")
-    summary: dict[str, Any] = json.loads(done.stdout)
-    return summary
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """Sample the memory of all descendants of this process; the list holds the largest value so far [MB PSS].
+
+    A run itself measures its memory only twice a minute, so that it costs nothing.
+    """
+    peak, over = [0.0], threading.Event()
+
+    def sample() -> None:
+        while True:
+            began, total = time.monotonic(), 0
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error, OSError):  # it has just ended
+                    total += process.memory_full_info().pss
+            peak[0] = max(peak[0], total / 2**20)
+            # Sampling takes at most a twentieth of a core.
+            if over.wait(max(0.25, 20 * (time.monotonic() - began))):
+                return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
 
 
 def loop_seconds(run: Path) -> float:

@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from datetime import datetime
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measure import Number, Result, spread
 from benchmarks.runs import rcsr_scenario, simulated
+from fedmq.profiling import COMMAND
+from fedmq.runs.profile import Profile, read
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import COORDINATOR
 
 #: Number of runs of each number of silos.
 _REPEATS = {30: 3, 100: 1}
@@ -28,8 +29,6 @@ _SMALL_S = 0.1
 _FORKSERVER = "import fedmq.launch.preload"
 #: A command whose own process reports its imports, but not its forkserver, which would inherit the option.
 _COMMAND = "import sys; sys._xoptions.clear(); from fedmq.__main__ import main; sys.argv[0] = 'fedmq'; main()"
-
-Record = dict[str, Any]
 
 
 def run(*, smoke: bool = False) -> Result:
@@ -45,13 +44,12 @@ def run(*, smoke: bool = False) -> Result:
         for count, repeats in ({2: 1} if smoke else _REPEATS).items():
             settings = ("rounds=1", f"silos.count={count}")
             # Fills the cache with the data set and its partition: computing them is not part of start-up.
-            simulated(scenario, folder / f"warm-{count}", *settings, limit_s=600)
+            simulated(scenario, folder / f"warm-{count}", *settings, "launcher=inline")
             starts, summaries = [], []
             for number in range(repeats):
                 out = folder / f"run-{count}-{number}"
-                called = time.time()
-                summaries.append(simulated(scenario, out, *settings))
-                starts.append(phases(out, called))
+                summaries.append(simulated(scenario, out, *settings, options=("--profile",)))
+                starts.append(_phases(out))
             memory = max(summary["processes"]["peak_pss_mb"] for summary in summaries)
             ready = [summary["seconds"]["startup"] for summary in summaries]
             whole = spread(f"{count} silos ready after", ready, "s", aims.get(count, ""))
@@ -67,7 +65,7 @@ def run(*, smoke: bool = False) -> Result:
     data = "synthetic features" if smoke else "openmoji and lite"
     notes = [
         f"rcsr on {data}, one round, features and partition in the cache",
-        "the indented times of a start follow each other; those of one silo overlap with other silos'",
+        "phases as in fedmq scenario --profile, without those of other silos beside them",
         "imports: self times of one process each, which a run does side by side",
     ]
     if sys.dont_write_bytecode:
@@ -75,45 +73,15 @@ def run(*, smoke: bool = False) -> Result:
     return Result("startup", tuple(numbers), tuple(notes))
 
 
-def phases(run: Path, began: float) -> dict[str, float]:
-    """Seconds of each phase of a start, in the order of time, and the median over silos of their own steps.
-
-    Args:
-        run: its folder, whose message logs tell when what happened.
-        began: when the command was called [s since 1970].
-    """
-    logs = {file.stem: list(map(json.loads, file.open(encoding="utf-8"))) for file in run.glob("messages/*.jsonl")}
-    silos = [records for name, records in logs.items() if name.startswith("silo-")]
-    joined = [record for record in logs["coordinator"] if record.get("event") == "joined"]
-    moments = {
-        "command: imports, scenario, data from the cache": (run / "scenario.yaml").stat().st_mtime,
-        "coordinator: forked, with data, listening": _first(logs["coordinator"], action="start"),
-        "first silo forked": min(_first(silo, event="started") for silo in silos),
-        "last silo forked": max(_first(silo, event="started") for silo in silos),
-        "last silo has its data and model": max(_first(silo, action="start") for silo in silos),
-        "last silo has exchanged keys": max(_first(silo, kind="welcome") for silo in silos),
-        "last silo has joined": max(_when(record) for record in joined),
+def _phases(run: Path) -> dict[str, float]:
+    """Seconds that the programs of a profiled run took to start and to get their data, of silos the median."""
+    profile = Profile.of(read(RunFolder(run).profile))
+    parties = {COMMAND: (COMMAND,), COORDINATOR: (COORDINATOR,), "one silo (median)": profile.silos}
+    return {
+        f"{who}: {phase}": statistics.median(profile.of_all([name])[phase] for name in names)
+        for who, names in parties.items()
+        for phase in ("start", "data")
     }
-    found, before = {}, began
-    for name, moment in moments.items():
-        found[name], before = max(moment - before, 0.0), max(moment, before)
-    steps: dict[str, Callable[[list[Record]], float]] = {
-        "one silo (median): data and model": lambda silo: _first(silo, action="start") - _first(silo, event="started"),
-        "one silo (median): key exchange": lambda silo: _first(silo, kind="welcome") - _first(silo, kind="hello"),
-        "one silo (median): agreement on the layout": lambda silo: (
-            _first(silo, kind="layout") - _first(silo, kind="welcome")
-        ),
-    }
-    return found | {name: statistics.median(map(step, silos)) for name, step in steps.items()}
-
-
-def _when(record: Record) -> float:
-    return datetime.fromisoformat(record["wall"]).timestamp()
-
-
-def _first(records: list[Record], **values: str) -> float:
-    """When a process logged the first record with these values [s since 1970]."""
-    return next(_when(record) for record in records if values.items() <= record.items())
 
 
 def _imports(who: str, code: str, *words: str) -> Iterator[Number]:

@@ -65,7 +65,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
 
 def run(*, smoke: bool = False) -> Result:
     """Measure each method; ``smoke``: four rounds of three silos on synthetic features."""
-    rounds, warm = (4, 3) if smoke else (40, 6)
+    rounds, warm = (4, 3) if smoke else (24, 6)
     numbers, notes = [], []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,8 +15,8 @@ import psutil
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import growth, line, runs, startup
-from benchmarks.growth import Growth, Limits, Point, what_bends_first
+from benchmarks import growth, line, runs
+from benchmarks.growth import Along, Limits, Point, what_bends_first
 from benchmarks.peers import comparison
 from benchmarks.registry import BENCHMARKS, run_one
 from fedmq.launch.forkserver import warm_up
@@ -131,27 +130,9 @@ def test_results_are_kept_in_a_new_file_with_the_machine(
     assert kept["machine"]["commit"] in file.name
     assert {"processor", "cores", "memory_gb", "load_average", "python", "torch", "numpy"} <= kept["machine"].keys()
     assert [(each["name"], each["failed"]) for each in kept["benchmarks"]] == [
-        ("soak", "took longer than its limit of 0 s")
+        ("soak", "not started, as the 0 minutes of all were over")
     ]
     assert f"results: {file.relative_to(tmp_path)}" in capsys.readouterr().out
-
-
-def test_the_phases_of_a_start_follow_each_other_until_the_last_silo_has_joined(tmp_path: Path) -> None:
-    def log(name: str, *records: tuple[float, dict[str, str]]) -> None:
-        lines = [json.dumps({"wall": f"1970-01-01T00:00:{second:06.3f}+00:00", **rest}) for second, rest in records]
-        (tmp_path / "messages" / f"{name}.jsonl").write_text("\n".join(lines))
-
-    (tmp_path / "messages").mkdir()
-    (tmp_path / "scenario.yaml").touch()
-    os.utime(tmp_path / "scenario.yaml", (2.0, 2.0))
-    started, start, hello = {"event": "started"}, {"action": "start"}, {"kind": "hello"}
-    welcome, layout, joined = {"kind": "welcome"}, {"kind": "layout"}, {"event": "joined"}
-    log("coordinator", (2.5, started), (3.0, start), (6.0, joined), (8.0, joined))
-    log("silo-00", (3.5, started), (4.0, start), (4.1, hello), (4.5, welcome), (5.0, layout))
-    log("silo-01", (5.0, started), (6.0, start), (6.1, hello), (7.5, welcome), (7.6, layout))
-    found = startup.phases(tmp_path, 1.0)
-    assert [round(seconds, 3) for seconds in found.values()] == [1, 1, 0.5, 1.5, 1, 1.5, 0.5, 0.75, 0.9, 0.3]
-    assert list(found)[-4:-3] == ["last silo has joined"]
 
 
 def test_growth_measures_its_smallest_sizes_and_draws_a_plot_per_axis(
@@ -161,19 +142,25 @@ def test_growth_measures_its_smallest_sizes_and_draws_a_plot_per_axis(
     with runs_here():
         assert code_of(monkeypatch, growth, "--smoke", "--out", str(tmp_path)) == 0
     found = json.loads((tmp_path / "growth.json").read_text())
-    assert not found["missing"]
-    for name, points in found["points"].items():
+    page = (tmp_path / "growth.html").read_text()
+    for name, along in found["axes"].items():
+        points, missing = along["points"], along["missing"]
+        assert not missing
         assert [point["size"] for point in points] == list(growth.AXES[name].sizes[:2])
         assert all(point["round_s"] > 0 and point["memory_mb"] > 0 and point["start_s"] > 0 for point in points)
-        assert f"Cost over {growth.AXES[name].title}" in (tmp_path / "growth.html").read_text()
-    for point in found["points"]["model"]:
+        assert f"Cost over {growth.AXES[name].title}" in page
+    for point in found["axes"]["model"]["points"]:
         assert point["sent_mb"] == pytest.approx(point["size"], rel=0.05)
-    assert found["bends_first"] in (tmp_path / "growth.html").read_text()
+    assert found["said"][0] in page
+    # A second call has nothing left to measure: runs_here is over, and a run would fail.
+    monkeypatch.setattr(growth, "measured", None)
+    assert code_of(monkeypatch, growth, "--smoke", "--out", str(tmp_path)) == 0
+    assert json.loads((tmp_path / "growth.json").read_text())["axes"] == found["axes"]
 
 
 def test_what_bends_first_is_the_cost_per_unit_that_rises_at_the_smallest_multiple_of_its_axis() -> None:
-    def points(*round_s: float) -> list[Point]:
-        return [Point(10.0**n, seconds, 10.0**n, 10.0**n, 1.0) for n, seconds in enumerate(round_s, 1)]
+    def points(*round_s: float) -> Along:
+        return Along([Point(10.0**n, seconds, 10.0**n, 10.0**n, 1.0) for n, seconds in enumerate(round_s, 1)])
 
     # Per silo .5, .1, .1, .4 s: four times the least at 10,000. Per item 1, 1, 1.4, 1.4 s: at most 1.4 times.
     measured = {"silos": points(5, 10, 100, 4000), "items": points(10, 100, 1400, 14000)}
@@ -189,14 +176,15 @@ def test_an_axis_ends_before_a_run_that_would_exceed_a_limit_and_says_so(monkeyp
         return Point(size, 1.0, 500 + 10 * size, 1.0, 1.0)
 
     monkeypatch.setattr(growth, "measured", measured)
-    said: list[str] = []
-    reached = Growth()
-    reached.along("silos", (10, 30, 100, 300, 1000), Limits(math.inf, 3000.0), said.append)
-    assert said == ["silos: 10 silos", "silos: 30 silos", "silos: 100 silos"]
-    assert reached.missing == ["silos: 300 silos not measured, as it could take 3,500 MB, and 3,000 MB are the limit"]
-    late = Growth()
-    late.along("silos", (10, 30, 100), Limits(0.0, math.inf), said.append)
-    assert "s are left" in late.missing[0]
+    sizes, axis = (10, 30, 100, 300, 1000), Along()
+    said = list(axis.go_on("silos", sizes, Limits(math.inf, 3000.0)))
+    assert [line for line in said if line.endswith("...")] == [f"silos: {n} silos ..." for n in sizes[:3]]
+    assert axis.missing == "silos: 300 silos not measured, as it could take 3,500 MB, and 3,000 MB are the limit"
+    assert list(axis.go_on("silos", sizes, Limits(0.0, math.inf))) == []
+    assert "s are left" in axis.missing
+    list(axis.go_on("silos", sizes, Limits(math.inf, math.inf)))
+    assert [point.size for point in axis.points] == list(sizes)
+    assert not axis.missing
 
 
 def test_without_flower_the_comparison_with_it_says_how_to_install_it(

@@ -47,7 +47,7 @@ from silos.tasks import Silo, SiloArguments
 #: Interval between measurements of memory, which take about a second for thirty silos [s].
 _MEMORY_SECONDS = 30.0
 #: Least time between two checkpoints of a run in one process [s].
-_CHECKPOINT_SECONDS = 10.0
+_CHECKPOINT_SECONDS = 30.0
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def simulate_inline(
     """Run a scenario in this process: silos and evaluator are function calls, without messages.
 
     The model is bit-identical to that of real processes, in about half the processor time, but there are no messages to
-    audit. A run that is killed loses ten seconds at most, as it does not write a checkpoint after each merge. Arguments
+    audit. A run that is killed loses up to half a minute, as it does not write a checkpoint after each merge. Arguments
     and errors as in :func:`simulate`.
     """
     began, scenario = time.monotonic(), run.scenario

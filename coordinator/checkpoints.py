@@ -237,7 +237,7 @@ _PAUSE_SECONDS = 0.2
 
 
 class Checkpointing:
-    """Writes the run's checkpoints."""
+    """Writes the run's checkpoints: one after each merge, or after those that are far enough from the last one."""
 
     def __init__(
         self,
@@ -250,13 +250,17 @@ class Checkpointing:
         # Number of each silo's last committed task in the last checkpoint; a silo's personal model is evaluated in the
         # state after that task.
         committed: Mapping[str, int],
+        least_seconds: float = 0.0,  # from one checkpoint to the next [s]
     ) -> None:
         self._run_context, self._clock, self._log = run_context, clock, log
         self._counters, self._roster, self._fault_injector = counters, roster, fault_injector
         self._earlier = (counters.sent, counters.received, counters.refused)
         self._earlier_seconds, self._began = counters.seconds.get("total", 0.0), clock.stopwatch()
-        self.committed = committed
-        self._committed_before: Mapping[str, int] = {}
+        self.committed = committed  # at the last merge
+        # The same in the last checkpoint, and in the one before.
+        self._on_disk: tuple[Mapping[str, int], Mapping[str, int]] = (committed, {})
+        self._least_seconds, self._written_at = least_seconds, clock.stopwatch()
+        self._unwritten: tuple[Checkpoint, int | None] | None = None
 
     def durably_committed(self, silo: str) -> int:
         """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
@@ -264,32 +268,46 @@ class Checkpointing:
         If the last checkpoint is damaged, the run resumes from the one before. It is 0 as long as no reply of the silo
         was merged: tasks that failed left no state that the silo could miss.
         """
-        return self._committed_before.get(silo, 0) if self._counters.participations[silo] else 0
+        return self._on_disk[1].get(silo, 0) if self._counters.participations[silo] else 0
 
     @span("disk")
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int | None) -> None:
-        """Write a checkpoint after a merge, which the event of log record ``cause`` led to.
+        """Save a merge, which the event of log record ``cause`` led to: at once, or with a later merge.
 
         Raises:
             RunError: the checkpoint could not be written in several attempts.
         """
-        self.committed, self._committed_before = after.committed, self.committed
+        self.committed = after.committed
         self._roster.note_unlogged()  # the counters include them, and this process may be killed before it notes them
         self.update_counters()
-        self._roster.settle()
-        self._log.sign(SignedAt.MERGE, version=after.version)
         issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
         rounds, now, counters = after.to_record(), self._clock.now(), self._counters.copied()
         run_context = self._run_context
-        record = Checkpoint(rounds, states, now, due, counters, issued, run_context.data, run_context.trace_file)
+        digests = run_context.data, run_context.trace_file
+        self._unwritten = Checkpoint(rounds, dict(states), now, dict(due), counters, issued, *digests), cause
+        self._roster.committed(after.committed)
+        if self._clock.stopwatch() - self._written_at >= self._least_seconds:
+            self.write()
+
+    @span("disk")
+    def write(self) -> None:
+        """Write the checkpoint of the last merge, if it is not on disk; errors as of :meth:`save`."""
+        if self._unwritten is None:
+            return
+        (record, cause), self._unwritten = self._unwritten, None
+        version = record.rounds.version
+        self._roster.settle()
+        self._log.sign(SignedAt.MERGE, version=version)
+        self._on_disk = self.committed, self._on_disk[0]
         for attempts_left in reversed(range(_TRIES)):
             try:
-                to_disk = partial(self._fault_injector.to_disk, after.version, cause)
+                to_disk = partial(self._fault_injector.to_disk, version, cause)
                 save(self._run_context.folder.checkpoints, record, to_disk)
+                self._written_at = self._clock.stopwatch()
                 return
             except RunError as error:
                 text = str(error)[:ERROR_CHARACTERS]
-                self._log.note(LogEvent.CHECKPOINT_REFUSED, version=after.version, error=text, caused_by=cause)
+                self._log.note(LogEvent.CHECKPOINT_REFUSED, version=version, error=text, caused_by=cause)
                 if not attempts_left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)

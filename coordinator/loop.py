@@ -72,6 +72,7 @@ class Loop:
     status: StatusReport
     stop_wanted: Callable[[], bool]
     stop_silos: bool = False
+    checkpoint_seconds: float = 0.0
     late_silos: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -86,7 +87,14 @@ class Loop:
         self._patience = self.run_context.scenario.aggregation.lost_after
         injector, committed = self.fault_injector, self.rounds.committed
         self.saving = Checkpointing(
-            self.run_context, self.clock, self.log, self.counters, self.roster, injector, committed
+            self.run_context,
+            self.clock,
+            self.log,
+            self.counters,
+            self.roster,
+            injector,
+            committed,
+            self.checkpoint_seconds,
         )
         self._outcomes = Outcomes(
             self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
@@ -113,8 +121,11 @@ class Loop:
             self._seen.update(here)
             self._start_on(StillConnected(here), self.log.note(LogEvent.STILL_CONNECTED, silos=", ".join(here)))
         self.status.update(self.rounds, self._seen)  # the file exists even if the run fails at once
-        while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
-            self._step()
+        try:
+            while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
+                self._step()
+        finally:
+            self.saving.write()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
             if not self.counters.participations.total():

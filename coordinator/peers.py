@@ -130,6 +130,9 @@ class Peers(ABC):
         """Stopwatch time of the last message of each peer that has a session but has not joined [s]."""
         return {}
 
+    def committed(self, tasks: Mapping[str, int]) -> None:  # noqa: B027 - silos of other processes write all states
+        """Tell silos in this process their last committed tasks; no checkpoint to come needs older states."""
+
     def settle(self) -> None:  # noqa: B027 - silos of other processes reply only once their states are on disk
         """Wait until the personal states of silos whose replies have arrived are on disk."""
 
@@ -146,7 +149,8 @@ class PeerFunctions:
     """All peers of a run as functions of this process."""
 
     answers: Mapping[str, PeerFunction]  # the function of each silo and of the evaluator, by name
-    settle: Callable[[], None]  # waits until the personal states of the silos are on disk
+    committed: Callable[[Mapping[str, int]], None]  # tells the silos their last committed tasks
+    settle: Callable[[], None]  # writes the personal states of the silos to disk
 
 
 class InProcessPeers(Peers):
@@ -161,6 +165,10 @@ class InProcessPeers(Peers):
         self._errors = {name: ErrorFile(folder.errors(name)) for name in peers.answers}
         self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(peers.answers))
         self._joined: set[str] = set()
+
+    @override
+    def committed(self, tasks: Mapping[str, int]) -> None:
+        self._peers.committed(tasks)
 
     @override
     def settle(self) -> None:

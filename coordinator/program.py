@@ -76,6 +76,8 @@ class CoordinatorArguments:
     metrics_port: int | None = None  # port on 127.0.0.1 for Prometheus; None for no endpoint
     # Write ``report.html`` of the run's records; false where the parent writes one that shows more.
     report: bool = False
+    # Least time from one checkpoint to the next [s]; 0 writes one after each merge.
+    checkpoint_seconds: float = 0.0
 
     @property
     def scenario(self) -> Scenario:
@@ -399,6 +401,7 @@ class _Process:
             StatusReport(run_context, clock, roster, counters, evaluation, self.status, log.logger),
             stop_wanted=self.stop_wanted,
             stop_silos=self.arguments.stop_silos,
+            checkpoint_seconds=self.arguments.checkpoint_seconds,
             late_silos=lambda: isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late),
         )
 

@@ -67,10 +67,13 @@ class CostModel:
     def _slowdowns(self) -> dict[str, float]:
         return slowdowns(self.cost, self.seed, self.silos)
 
-    def speed(self, silo: str) -> float:
-        """The silo's slowdown factor; its median over the silos of a class is the slowdown of the class."""
-        spread = float(seeds.numpy_generator(self.seed, "speed", silo).lognormal(0.0, self.cost.speed_sigma))
-        return self._slowdowns[silo] * spread
+    @cached_property
+    def speeds(self) -> dict[str, float]:
+        """Slowdown factor of each silo; its median over the silos of a class is the slowdown of the class."""
+        spreads = (
+            seeds.numpy_generator(self.seed, "speed", silo).lognormal(0.0, self.cost.speed_sigma) for silo in self.silos
+        )
+        return {silo: self._slowdowns[silo] * float(spread) for silo, spread in zip(self.silos, spreads, strict=True)}
 
     def jitter(self, silo: str, sequence: int) -> float:
         """Random factor of this task's compute time; its median is 1."""
@@ -83,7 +86,7 @@ class CostModel:
     def duration(self, silo: str, sequence: int, samples: int) -> float:
         """Virtual time from sending a task to the arrival of its reply, by the silo's training samples [s]."""
         cost = self.cost
-        compute = cost.seconds_per_sample * samples * self.epochs * self.speed(silo) * self.jitter(silo, sequence)
+        compute = cost.seconds_per_sample * samples * self.epochs * self.speeds[silo] * self.jitter(silo, sequence)
         down = self.down_bytes / (cost.down_bandwidth or cost.bandwidth)
         up = self.up_bytes / (cost.up_bandwidth or cost.bandwidth)
         lost_down, lost_up = self._lost(silo, sequence)

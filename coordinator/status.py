@@ -39,7 +39,7 @@ from fedmq.runs.status import (
     StatusFile,
 )
 from fedmq.storage.logs import Logger
-from fedmq.storage.run_folder import write_json
+from fedmq.storage.run_folder import write_text
 from fedmq.text import printable
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.inquiry import OTHER_SCENARIO
@@ -121,9 +121,8 @@ class StatusReport:
             self._written, self.latest = now, self._file(rounds, seen, now)
             # A run does not depend on this file: if the disk is full, the next checkpoint reports it.
             with contextlib.suppress(FedmqError):
-                write_json(
-                    self._run_context.folder.status, self.latest.model_dump(mode="json", exclude={"coordinator"})
-                )
+                text = self.latest.model_dump_json(exclude={"coordinator"}, indent=2)
+                write_text(self._run_context.folder.status, f"{text}\n")
 
     @property
     def _own(self) -> OwnHeldOutLine | None:

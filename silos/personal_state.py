@@ -7,9 +7,7 @@ repeated task gives the same reply.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -77,28 +75,31 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 class DiskQueue:
-    """Writes states after their tasks: in a thread, while the silos of one process compute, or in :meth:`settle`."""
+    """States in memory that are written when they are needed on disk: before a reply, or before a checkpoint."""
 
-    def __init__(self, *, threaded: bool) -> None:
-        self._thread = ThreadPoolExecutor(1) if threaded else None  # starts with its first write
-        self._writes: deque[Callable[[], None]] = deque()
+    def __init__(self) -> None:
+        self._stores: dict[StateStore, None] = {}
 
-    def add(self, write: Callable[[], None]) -> None:
-        """Write a state, which survives a power failure once :meth:`settle` has returned; in the order of the calls."""
-        self._writes.append(write if self._thread is None else self._thread.submit(write).result)
+    def add(self, store: StateStore) -> None:
+        """Have :meth:`settle` write what a store has in memory only."""
+        self._stores[store] = None
 
     def settle(self) -> None:
-        """Wait until all states are on disk.
+        """Write the states, which survive a power failure from then on.
 
         Raises:
             DiskError: one could not be written, for any reason.
         """
-        while self._writes:
-            self._writes.popleft()()
+        while self._stores:
+            store = next(iter(self._stores))
+            del self._stores[store]
+            store.write()
 
 
 class StateStore:
     """A silo's personal tensors by task number, in its own folder; without a queue each is written at once.
+
+    A queue need not be settled after each task; states that are outdated before it is are never written.
 
     The folder is listed only at the start: files that are deleted while the process runs are missed, and never make a
     silo train from an older state.
@@ -108,6 +109,8 @@ class StateStore:
         self._folder, self._disk_queue = folder, disk_queue
         remove_unfinished(folder)
         self._numbers = self._stored()
+        self._unwritten: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._committed = 0
         self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def _path(self, sequence: int) -> Path:
@@ -140,6 +143,8 @@ class StateStore:
         number = self.newest(sequence - 1)
         if number is None:
             return {}
+        if number in self._unwritten:
+            return self._unwritten[number]
         if self._newest is None or self._newest[0] != number:
             path = self._path(number)
             if not path.exists():
@@ -163,24 +168,36 @@ class StateStore:
         """
         if state or self._numbers:
             contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-            before = [number for number in self._numbers if number != sequence]
-            outdated = [number for number in before if number <= committed][:-1]
-            write = partial(self._replace, sequence, contiguous, outdated)
-            write() if self._disk_queue is None else self._disk_queue.add(write)
-            self._newest = sequence, contiguous
-            self._numbers = sorted((*(number for number in before if number not in outdated), sequence))
-        (self._folder / _EPOCHS).unlink(missing_ok=True)  # the task is done
+            self._numbers = sorted({*self._numbers, sequence})
+            self._newest, self._unwritten[sequence] = (sequence, contiguous), contiguous
+            self._committed = committed
+            self.write() if self._disk_queue is None else self._disk_queue.add(self)
+        if (snapshot := self._folder / _EPOCHS).exists():  # looking costs less than trying, which locks the folder
+            snapshot.unlink()  # the task is done
+
+    def drop_unwritten(self, committed: int) -> None:
+        """Forget states in memory that no checkpoint needs any more once the task ``committed`` is committed."""
+        for number in [number for number in self._unwritten if number < (self.newest(committed) or 0)]:
+            del self._unwritten[number]
+            self._numbers.remove(number)
 
     @span("disk")
-    def _replace(self, sequence: int, state: Mapping[str, torch.Tensor], outdated: Sequence[int]) -> None:
-        """Write a state, and then delete those that are no longer needed."""
-        kept = self._path(sequence)
-        try:
-            write_atomically(kept, lambda path: _write(path, state, _owner(kept)), durable=True)
-        except InputError as error:
-            raise DiskError(str(error)) from error
-        for number in outdated:
+    def write(self) -> None:
+        """Write the states that are in memory only, and then delete those that are no longer needed.
+
+        Raises:
+            DiskError: one could not be written, for any reason.
+        """
+        for number, state in self._unwritten.items():
+            kept = self._path(number)
+            try:
+                write_atomically(kept, partial(_write, tensors=state, owner=_owner(kept)), durable=True)
+            except InputError as error:
+                raise DiskError(str(error)) from error
+        self._unwritten.clear()
+        for number in [number for number in self._numbers if number <= self._committed][:-1]:
             self._path(number).unlink(missing_ok=True)
+            self._numbers.remove(number)
 
 
 class TaskEpochs:

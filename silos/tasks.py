@@ -108,7 +108,7 @@ class Silo:
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         folder, logs = RunFolder(arguments.out), arguments.logs
-        self.disk_queue = disk_queue or DiskQueue(threaded=False)
+        self.disk_queue = disk_queue or DiskQueue()
         self.store = StateStore(folder.silo_state(self.facts.name), self.disk_queue)
         self.epochs = self.store.epochs(self._clock)  # of the last task
         console = logs is not None and logs.console  # has the error

@@ -246,14 +246,18 @@ def torch_type(name: str) -> torch.dtype:
 
 
 def test_a_queued_state_is_on_disk_once_its_queue_is_settled_and_the_silo_has_it_at_once(tmp_path: Path) -> None:
-    for threaded in (False, True):
-        queue, folder = DiskQueue(threaded=threaded), tmp_path / str(threaded)
-        store = StateStore(folder, queue)
-        store.keep(1, {"a": torch.tensor([1.0])}, committed=0)
-        assert store.before(2)["a"].item() == 1.0
-        assert threaded or not folder.exists()
-        queue.settle()
-        assert StateStore(folder).before(2)["a"].item() == 1.0
+    queue, folder = DiskQueue(), tmp_path / "silo"
+    store = StateStore(folder, queue)
+    for task in range(1, 6):
+        store.keep(task, {"a": torch.tensor([float(task)])}, committed=1)
+        assert store.before(task + 1)["a"].item() == task
+        if task == 4:
+            store.drop_unwritten(committed=3)
+    assert not folder.exists()
+    queue.settle()
+    again = StateStore(folder)
+    assert [again.newest(task) for task in range(1, 6)] == [None, None, 3, 4, 5], "4 may be sent again, from 3"
+    assert [again.before(task)["a"].item() for task in (4, 5, 6)] == [3, 4, 5]
 
 
 def test_a_damaged_personal_state_is_named_and_other_silos_files_are_untouched(tmp_path: Path) -> None:

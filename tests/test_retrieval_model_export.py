@@ -139,10 +139,10 @@ def test_exports_that_are_not_possible_are_refused_in_one_line(
 def test_a_tower_with_adapters_in_its_blocks_is_exported_with_its_frozen_encoder(
     modality: Modality, tmp_path: Path
 ) -> None:
-    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxruntime")
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     inputs = InputSpec((3, 32, 32), (20,), "uint8", "int32", (0.5,) * 3, (0.2,) * 3)
     model = build(backbone, inputs, 0, modalities=(modality,), cache=tmp_path)
     tower, path = model_export._Tower(model, modality).eval(), tmp_path / "tower.onnx"
-    model_export._write_tower(tower, model_export._examples(inputs, modality, 2), path)
-    assert model_export._difference(runtime, tower, path, inputs) <= 1e-5
+    model_export._write_tower(tower, inputs, path)
+    assert model_export._difference(tower, path, inputs) <= 1e-5

@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fedmq import seeds
 from fedmq.config.scenario import Data
 from fedmq.data.readers import openmoji
-from fedmq.encoders import lite
+from fedmq.encoders import lite, lite_inputs
 
 EMOJI_SETS = {
     "twemoji": "1.2.5",
@@ -534,7 +534,7 @@ def retrieval(scores: np.ndarray, owner: np.ndarray) -> dict[str, float]:
 
 def report(cache: Path, splits: Sequence[str], heads: Path) -> None:
     """Print zero-shot retrieval on OpenMoji among the items of each split, or among all items."""
-    lite.HEADS = heads
+    lite_inputs.HEADS = heads
     items = openmoji.load_items()
     path = cache / f"openmoji-{openmoji.read_openmoji(Data(name='openmoji')).image_digest[:16]}.npy"
     if not path.exists():

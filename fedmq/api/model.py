@@ -19,17 +19,16 @@ from fedmq.config.site import read_site
 from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.retrieval.gallery import images_below
+from fedmq.retrieval.encoded_gallery import images_below
 from fedmq.retrieval.released_model import (
     ModelFolder,
     PersonalModel,
     Retriever,
     described,
-    is_model,
     open_model,
 )
 from fedmq.retrieval.search import nearest
-from fedmq.runs.release import ReleaseConfig
+from fedmq.runs.release import ReleaseConfig, is_model
 
 #: An image: path of a file, Pillow image, array [height, width, 3] or tensor [3, height, width].
 ImageLike = Any

@@ -76,7 +76,8 @@ def _released(
     """A run, or the folder of a model without its run."""
     import protocols  # noqa: F401, PLC0415 - registers the objectives
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
-    from fedmq.retrieval.released_model import is_model, open_model  # noqa: PLC0415
+    from fedmq.retrieval.released_model import open_model  # noqa: PLC0415
+    from fedmq.runs.release import is_model  # noqa: PLC0415
 
     if site is not None:
         _adopt_site(site)
@@ -152,17 +153,14 @@ def search_command(
         check_header(image)
     from fedmq.data.raw_set import whole  # noqa: PLC0415
     from fedmq.retrieval import search  # noqa: PLC0415 - the files of a gallery, which --help does not need
-    from fedmq.retrieval.encoded_gallery import existing_gallery  # noqa: PLC0415 - likewise
 
     for name, given in (("TEXT", text), ("--item", item)):
         whole(given or "", f"search: {name}")
     query = search.Query(text, image, item, side)
-    ready = None
-    if item is not None and (chosen, silo, site, device) == (None, None, None, None):
-        ready = existing_gallery(run)
-    if ready is not None:
-        result = search.find_item(ready, query, among=among, top=top)
-    else:
+    result = None
+    if (silo, site, device) == (None, None, None):
+        result = search.find_again(run, query, chosen=chosen, among=among, top=top)
+    if result is None:
         show = bar()
         model = _released(run, device, silo, site, show)
         result = search.find(model, query, chosen=chosen or site, among=among, top=top, progress=show)

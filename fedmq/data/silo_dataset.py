@@ -48,11 +48,18 @@ def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRo
         image: whether the silo has images.
         text: whether the silo has captions.
     """
-    usable = np.asarray(present)[rows] & np.array([image, text])
-    whole = usable.sum(axis=1) == image + text
-    paired = image and text
-    image_only, text_only = (usable[:, column] & ~whole & paired for column in (0, 1))
-    return SiloRows(rows[whole], rows[image_only], rows[text_only], rows[~usable.any(axis=1)])
+    has_image, has_text = _usable(rows, present, image=image, text=text)
+    neither = ~(has_image | has_text)
+    if image and text:
+        both = has_image & has_text
+        return SiloRows(rows[both], rows[has_image & ~both], rows[has_text & ~both], rows[neither])
+    whole, nothing = (has_image | has_text) if image or text else neither, rows[:0]
+    return SiloRows(rows[whole], nothing, nothing, rows[neither])
+
+
+def _usable(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[Present, Present]:
+    """Whether each item has an image and captions that a silo may use, two of bool [m]; by columns, which is fast."""
+    return np.asarray(present)[:, 0][rows] & image, np.asarray(present)[:, 1][rows] & text
 
 
 def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[bool, bool]:
@@ -67,9 +74,9 @@ def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> 
         image: whether the silo may have images.
         text: whether the silo may have captions.
     """
-    usable = np.asarray(present)[rows] & np.array([image, text])
-    images, texts = (int(count) for count in usable.sum(axis=0))
-    if images and texts and not usable.all(axis=1).any():
+    has_image, has_text = _usable(rows, present, image=image, text=text)
+    images, texts = int(has_image.sum()), int(has_text.sum())
+    if images and texts and not (has_image & has_text).any():
         return images >= texts, images < texts
     return images > 0, texts > 0
 

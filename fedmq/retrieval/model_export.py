@@ -6,8 +6,8 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +23,10 @@ from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError, RunError
 from fedmq.models.two_tower import TwoTower
 from fedmq.packages import package
+from fedmq.retrieval.query_tower import FILE, QueryFolders, query_folders, session
 from fedmq.retrieval.released_model import ModelFolder, described
 from fedmq.runs.release import BESIDE
+from fedmq.storage.cache import build_once
 from fedmq.storage.regular_files import check_regular
 from fedmq.storage.run_folder import writing
 
@@ -75,7 +77,7 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
         RunError: the exported model computes something else, or the folder cannot be written.
     """
     _check_new(folder, "--onnx")
-    onnx, runtime = (package(name, "onnx", "fedmq export --onnx") for name in ("onnx", "onnxruntime"))
+    onnx, _ = (package(name, "onnx", "fedmq export --onnx") for name in ("onnx", "onnxruntime"))
     inputs, label_names = described(files)
     model = files.build(inputs, label_names)
     differences: dict[str, float] = {}
@@ -84,9 +86,9 @@ def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
         for modality in MODALITIES:
             path = made / f"{modality}.onnx"
             tower = _Tower(model, modality).eval()
-            _write_tower(tower, _examples(inputs, modality, 2), path)
+            _write_tower(tower, inputs, path)
             _describe(onnx, path, files, modality)
-            differences[modality] = _difference(runtime, tower, path, inputs)
+            differences[modality] = _difference(tower, path, inputs)
 
     _create(folder, fill)
     return tuple(OnnxFile(folder / f"{modality}.onnx", differences[modality]) for modality in MODALITIES)
@@ -121,8 +123,53 @@ def _examples(inputs: InputSpec, modality: Modality, count: int) -> Tensor:
     return torch.from_numpy(generator.integers(1, 256, (count, *shape)).astype(dtype))
 
 
-def _write_tower(tower: _Tower, example: Tensor, path: Path) -> None:
+def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
+    """Write the ONNX files with which a query is encoded without torch, unless they are in the cache.
+
+    Returns:
+        Their folders; None if the model has another encoder than ``lite`` or a layer that ONNX lacks, cannot stand
+        alone, or a package is missing.
+
+    Raises:
+        RunError: the cache cannot be written, or an exported tower computes something else.
+    """
+    folders = query_folders(files.config, modality)
+    if folders is None or folders.exist or files.config.personal_only:
+        return None if folders is None or not folders.exist else folders
+    from fedmq.encoders import lite, lite_inputs  # noqa: PLC0415 - only this backbone needs it
+
+    def fill_encoder(made: Path) -> None:
+        encoder = lite.ImageEncoder() if modality == "image" else lite.TextEncoder()
+        item = np.zeros((lite_inputs.EDGE, lite_inputs.EDGE, 3), np.uint8) if modality == "image" else "a text"
+        inputs = {name: torch.from_numpy(array) for name, array in lite_inputs.one_input(item).items()}
+        axes = {name: {1: "tokens"} for name in inputs if name != "x"}
+        _write_onnx(encoder, inputs, "embedding", axes, made / FILE)
+
+    def fill_tower(made: Path) -> None:
+        inputs, label_names = described(files)
+        tower = _Tower(replace(files, device="cpu").build(inputs, label_names, (modality,)), modality).eval()
+        _write_tower(tower, inputs, made / FILE)
+        _difference(tower, made / FILE, inputs)
+
+    try:
+        for folder, fill in ((folders.encoder, fill_encoder), (folders.tower, fill_tower)):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            build_once(folder, fill)
+    except InputError:
+        return None
+    return folders
+
+
+def _write_tower(tower: _Tower, inputs: InputSpec, path: Path) -> None:
     output = "code" if tower.model.binary else "embedding"
+    axes = {"x": {0: "batch"}, output: {0: "batch"}}
+    _write_onnx(tower, {"x": _examples(inputs, tower.modality, 2)}, output, axes, path)
+
+
+def _write_onnx(
+    module: nn.Module, examples: Mapping[str, Tensor], output: str, axes: Mapping[str, Mapping[int, str]], path: Path
+) -> None:
+    """Write a module to an ONNX file; ``axes`` are the names of inputs' and the output's axes of any length."""
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # ONNX lacks the fused attention of inference
@@ -131,18 +178,18 @@ def _write_tower(tower: _Tower, example: Tensor, path: Path) -> None:
             # file computes the same is checked afterwards.
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                tower,
-                (example,),
+                module,
+                tuple(examples.values()),
                 str(path),
-                input_names=["x"],
+                input_names=list(examples),
                 output_names=[output],
-                dynamic_axes={"x": {0: "batch"}, output: {0: "batch"}},
+                dynamic_axes=axes,
                 opset_version=_OPSET,
                 dynamo=False,
             )
     except Exception as error:  # the exporter raises many types for layers that it does not know
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(f"--onnx: the {tower.modality} tower", reason[:200], "layers that ONNX has") from None
+        raise InputError(f"--onnx: {path.name}", reason[:200], "layers that ONNX has") from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
 
@@ -163,22 +210,18 @@ def _describe(onnx: Any, path: Path, files: ModelFolder, modality: Modality) -> 
     onnx.save(loaded, str(path))
 
 
-def _difference(runtime: Any, tower: _Tower, path: Path, inputs: InputSpec) -> float:
+def _difference(tower: _Tower, path: Path, inputs: InputSpec) -> float:
     """The largest difference between a tower's outputs and those of its exported file.
 
     Raises:
         RunError: it is larger than :data:`PARITY`.
     """
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    worst = 0.0
+    opened, worst = session(path), 0.0
     for count in _CHECKED:
         x = _examples(inputs, tower.modality, count)
         with torch.inference_mode():
             expected: npt.NDArray[np.float32] = tower(x).float().numpy()
-        (computed,) = session.run(None, {"x": x.numpy()})
+        (computed,) = opened.run(None, {"x": x.numpy()})
         worst = max(worst, float(np.abs(computed - expected).max()))
     if not worst <= PARITY:
         raise RunError(f"{path.name}: its outputs differ by {worst:.2g} from the model's, more than {PARITY:g}")

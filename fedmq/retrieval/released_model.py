@@ -20,9 +20,16 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.release import BESIDE, OtherModelError, ReleaseConfig, beside, parameters, released_config
+from fedmq.runs.release import (
+    BESIDE,
+    OtherModelError,
+    ReleaseConfig,
+    beside,
+    model_config,
+    parameters,
+    released_config,
+)
 from fedmq.storage.cache import cache_folder
-from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.codec import digest
 from fedmq.wire.payloads import Model, Payload
@@ -239,11 +246,6 @@ class Release:
         return self.files.encoder(modality)
 
 
-def is_model(folder: Path) -> bool:
-    """Whether a folder is that of a released model, and not a run's."""
-    return (folder / "config.json").is_file() and not (folder / "scenario.yaml").is_file()
-
-
 def open_model(folder: Path, device: str | None = None, weights: str | None = None) -> ModelFolder:
     """Open a released model's folder, without its run or its training data.
 
@@ -255,10 +257,7 @@ def open_model(folder: Path, device: str | None = None, weights: str | None = No
     Raises:
         InputError: it is not such a folder, or its configuration is damaged.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise InputError(str(folder), "no config.json in it", "the folder of a released model, RUN/model")
-    config = read_json(path, ReleaseConfig, "the configuration of a released model")
+    path, config = folder / "config.json", model_config(folder)
     try:
         backbone = Backbone.model_validate(config.backbone)
         objective = Objective.model_validate(config.objective)

@@ -1,6 +1,6 @@
 """Search a gallery with a released model, by a text, an image, or an item of the gallery.
 
-An item of an encoded gallery is searched without torch: importing it takes longer than the search.
+An encoded gallery is searched without torch: importing it takes longer than the search.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fedmq.config.sections import Modality
-from fedmq.encoders.images import decode
+from fedmq.encoders.images import Pixels, decode
 from fedmq.errors import InputError
-from fedmq.retrieval.encoded_gallery import AGAIN, Among, Array, Gallery
+from fedmq.retrieval.encoded_gallery import AGAIN, Among, Array, Gallery, existing_gallery
+from fedmq.retrieval.query_tower import query_folders, query_vector
 from fedmq.text import Progress, printable
 
 if TYPE_CHECKING:
@@ -98,33 +99,58 @@ def find(
             captions to search, or a model without its run got no folder of images.
     """
     from fedmq.retrieval.gallery import embed, export  # noqa: PLC0415 - imports torch
+    from fedmq.retrieval.model_export import export_query  # noqa: PLC0415 - likewise
     from fedmq.retrieval.released_model import Release  # noqa: PLC0415 - likewise
 
     if query.item is not None:
         return find_item(export(release, chosen, progress), query, among=among, top=top)
     # Encode the query first: if it cannot be read, the user need not wait minutes for the gallery.
-    encoded = _encoded(release, query)
-    gallery, modalities = export(release, chosen, progress), (query.modality,)
+    encoder, item, modalities = release.encoder(query.modality), _read(query), (query.modality,)
+    encoded = encoder.encode([item if isinstance(item, str) else encoder.fit(item)])
+    gallery = export(release, chosen, progress)
     if isinstance(release, Release) and release.scenario.data is not None:
         model = release.retriever(gallery.prepared, modalities)
     else:
         model = release.alone(modalities)
-    vector = embed(model, query.modality, [encoded], lambda _: None)
+    shared = release if not isinstance(release, Release) else release.files if release.own is None else None
+    folders = None if shared is None else export_query(shared, query.modality)
+    if folders is None:
+        vector = embed(model, query.modality, [encoded], lambda _: None)
+    else:  # with the same bits as in later searches
+        vector = query_vector(folders, item, binary=model.binary)
+    return _hits(gallery, query, vector, among, top)
+
+
+def find_again(
+    root: Path, query: Query, *, chosen: Path | None = None, among: Among | None = None, top: int = 10
+) -> SearchHits | None:
+    """Search a gallery that the shared model has encoded, without the model and without torch; None if it is needed.
+
+    Args:
+        root: the run folder, or the folder of a model without its run.
+        query: the query.
+        chosen: as in :func:`find`.
+        among: likewise.
+        top: number of items to return.
+
+    Raises:
+        InputError: the item or image does not exist, or the gallery has no captions to search or to search with.
+        OtherModelError: the release does not match the digests in the run's summary.
+    """
+    if (found := existing_gallery(root, chosen)) is None:
+        return None
+    gallery, config = found
+    if query.item is not None:
+        return find_item(gallery, query, among=among, top=top)
+    folders = query_folders(config, query.modality)
+    if folders is None or not folders.exist:
+        return None
+    vector = query_vector(folders, _read(query), binary=gallery.binary)
     return _hits(gallery, query, vector, among, top)
 
 
 def find_item(gallery: Gallery, query: Query, *, among: Among | None = None, top: int = 10) -> SearchHits:
-    """Search an encoded gallery with one of its items; needs no model.
-
-    Args:
-        gallery: the gallery.
-        query: with ``item``.
-        among: whether to search images or captions; None searches the modality other than the query's.
-        top: number of items to return.
-
-    Raises:
-        InputError: the item does not exist, or the gallery has no captions to search or to search with.
-    """
+    """Search an encoded gallery with one of its items, as :func:`find_again`."""
     return _hits(gallery, query, _item_vector(gallery, str(query.item), query.modality), among, top)
 
 
@@ -134,12 +160,14 @@ def _hits(gallery: Gallery, query: Query, vector: Array, among: Among | None, to
     return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
 
 
-def _encoded(release: Release | ModelFolder, query: Query) -> Array:
-    """Encode a free query into the input of its tower."""
-    if query.text is not None and not query.text.strip():
-        raise InputError("search: TEXT", query.text, "a text that is not empty")
-    encoder = release.encoder(query.modality)
-    return encoder.encode([query.text if query.image is None else encoder.fit(decode(query.image))])
+def _read(query: Query) -> str | Pixels:
+    """The text of a free query, or the pixels of its image."""
+    if query.image is not None:
+        return decode(query.image)
+    text = query.text or ""
+    if not text.strip():
+        raise InputError("search: TEXT", text, "a text that is not empty")
+    return text
 
 
 def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:

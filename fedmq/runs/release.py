@@ -153,6 +153,23 @@ class OtherModelError(InputError):
         super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {expected}")
 
 
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a released model, and not a run's."""
+    return (folder / "config.json").is_file() and not (folder / "scenario.yaml").is_file()
+
+
+def model_config(folder: Path) -> ReleaseConfig:
+    """The configuration in the folder of a released model.
+
+    Raises:
+        InputError: it is not such a folder, or its configuration is damaged.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(str(folder), "no config.json in it", "the folder of a released model, RUN/model")
+    return read_json(path, ReleaseConfig, "the configuration of a released model")
+
+
 def released_config(run: RunFolder) -> ReleaseConfig:
     """The configuration of a finished run's release.
 

@@ -361,7 +361,7 @@ def _digest(arrays: Mapping[str, I64]) -> str:
     hashed = blake3()
     for name, array in sorted(arrays.items()):
         hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        hashed.update(np.ascontiguousarray(array).view(np.uint8))
+        hashed.update(np.ascontiguousarray(array).view(np.uint8).data)
     return hashed.hexdigest()
 
 

@@ -34,7 +34,7 @@ from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.message_log import MessageLog, StartFacts
-from fedmq.wire.messages import Kind, Message
+from fedmq.wire.messages import COORDINATOR, Kind, Message
 from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
@@ -163,10 +163,10 @@ def run_host(
     device = device_of(silo.device or scenario.device, arguments.index)
     here = scenario.model_copy(update={"device": device})
     population = build_population(here, folder=silo.data, pooled=silo.run.pooled)
-    model = population.build_model(scenario, device, ("image", "text"))
+    model = population.build_model(scenario, device, ("image", "text"), initial=False)
     keep_buffers(KEPT_MODELS * model.flat.nbytes)
     identities = identities or {name: load_identity(silo.keys, name) for name in arguments.names}
-    host = Host(arguments, population, model, load_accepted(silo.keys), identities)
+    host = Host(arguments, population, model, load_accepted(silo.keys, COORDINATOR), identities)
     with contextlib.closing(Slots(slots_folder(silo.run.id), scenario.slots)) as slots:
         channels = host.channels
         try:

@@ -125,7 +125,8 @@ class Silo:
         held: tuple[Literal["image", "text"], ...] = (
             ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
         )
-        self.model = self._shared or population.build_model(self.scenario, self._device, held)
+        # Every task and evaluation loads the model that it is sent, or its method's initial or personal parameters.
+        self.model = self._shared or population.build_model(self.scenario, self._device, held, initial=False)
         rows = population.train[self.facts.index]
         for place, fault in persistent:
             if isinstance(fault, Drift):

@@ -14,7 +14,6 @@ from fedmq.config.scenario import Backbone, Objective, ProtocolChoice, Training
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.encoders.base import InputSpec
 from fedmq.federation.protocol import Context, FederatedProtocol, Local, SiloFacts, State, Task, Trained, Update
-from fedmq.models import hash_networks
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
 
@@ -119,9 +118,8 @@ def population(
         backbone = Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter)
         model, another = (build(backbone, inputs, seed) for _ in range(2))
     else:
-        model, another = (
-            hash_networks.build(objective, inputs, len(LABELS), seed, torch.device("cpu")) for _ in range(2)
-        )
+        features = Backbone(name="features")
+        model, another = (build(features, inputs, seed, objective=objective, label_names=LABELS) for _ in range(2))
     training = training or Training(batch_size=8, local_epochs=2)
     facts = (seed, 5, silos, model.layout, model.dim, training, objective, labels)
     public = share(SiloFacts("public", len(silos), True, True), 10)

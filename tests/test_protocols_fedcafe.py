@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import io as scipy_io
 
-from fedmq.config.scenario import Objective, Training
+from fedmq.config.scenario import Backbone, Objective, Training
 from fedmq.data.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.evaluation import heldout
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task
 from fedmq.models import hash_networks
+from fedmq.models.build import build
 from fedmq.wire.payloads import Memory
 from protocols import objectives
 from protocols.objectives import shdch
@@ -43,7 +44,7 @@ def objective(base: Any = "dcmh", **options: Any) -> Objective:
 def at_work(base: Any, silo: SiloFacts = PAIRED, names: tuple[str, ...] = LABELS, **options: Any) -> tuple[Any, Local]:
     """A base's local work on a silo of 9 items, before its first step."""
     chosen = objective(base, **options)
-    model = hash_networks.build(chosen, InputSpec((DIM,), (DIM,)), len(names), 0, torch.device("cpu"))
+    model = build(Backbone(name="features"), InputSpec((DIM,), (DIM,)), 0, objective=chosen, label_names=names)
     context = Context(0, 5, (silo,), model.layout, model.dim, Training(batch_size=4), chosen, names)
     local = Local(silo, share(silo, 9), model, {})
     task = Task(1, 0, 0, 1e-3, ())

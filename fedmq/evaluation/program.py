@@ -36,7 +36,7 @@ from fedmq.wire.channel import Channel
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.layout import agree
 from fedmq.wire.message_log import StartFacts
-from fedmq.wire.messages import EVALUATOR, Kind, Message
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Message
 from fedmq.wire.payloads import Error, Metrics, Payload
 
 
@@ -71,7 +71,8 @@ class Evaluator:
     """
 
     def __init__(self, scenario: Scenario, population: Population, device: str) -> None:
-        self.model, self.shares_data = population.build_model(scenario, device, ("image", "text")), bool(scenario.data)
+        self.model = population.build_model(scenario, device, ("image", "text"), initial=False)
+        self.shares_data = bool(scenario.data)
         self.heldout = HeldOut.load(scenario, population)
         # The evaluator's own held-out set has no parts that belong to silos.
         counts = {name: len(items) for name, items in self.heldout.items.items()}
@@ -157,7 +158,8 @@ def run_evaluator(
     """
     torch.set_num_threads(1)
     device_of(arguments.device or arguments.scenario.device)  # before anything is written or sent
-    identity, accepted = identity or load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
+    identity = identity or load_identity(arguments.keys, EVALUATOR)
+    accepted = load_accepted(arguments.keys, COORDINATOR)
     last_sent = {"at": 0.0}
     logger = logger or open_log(arguments.logs, EVALUATOR)
     log, link = open_channel(

@@ -105,8 +105,10 @@ class RunData:
         """Number of items of a split that have both modalities, of each silo."""
         return tuple(int(self.counts[silo.name][SPLITS.index(split), 0]) for silo in self.silos)
 
-    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
-        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
+    def build_model(
+        self, scenario: Scenario, device: str, modalities: tuple[Modality, ...], *, initial: bool = True
+    ) -> TwoTower:
+        """Build the two towers, by default with their initial parameters, and frozen encoders of some modalities."""
         return build(
             scenario.backbone,
             self.inputs,
@@ -116,6 +118,7 @@ class RunData:
             device=device,
             modalities=modalities,
             cache=self.cache,
+            initial=initial,
         )
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:

@@ -154,9 +154,11 @@ class Population:
         """Facts of one silo."""
         return self.run_data.facts(name)
 
-    def build_model(self, scenario: Scenario, device: str, modalities: tuple[Modality, ...]) -> TwoTower:
+    def build_model(
+        self, scenario: Scenario, device: str, modalities: tuple[Modality, ...], *, initial: bool = True
+    ) -> TwoTower:
         """Build the two towers, as :meth:`RunData.build_model`."""
-        return self.run_data.build_model(scenario, device, modalities)
+        return self.run_data.build_model(scenario, device, modalities, initial=initial)
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """The context for both halves of a method."""
@@ -359,7 +361,7 @@ def _digest(arrays: Mapping[str, I64]) -> str:
     hashed = blake3()
     for name, array in sorted(arrays.items()):
         hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        hashed.update(np.ascontiguousarray(array).view(np.uint8))
+        hashed.update(np.ascontiguousarray(array).view(np.uint8).data)
     return hashed.hexdigest()
 
 

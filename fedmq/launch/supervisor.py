@@ -152,7 +152,7 @@ def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, populat
     """
     scenario = run.scenario
     device = device_of(scenario.device)
-    model = population.build_model(scenario, device, ("image", "text"))
+    model = population.build_model(scenario, device, ("image", "text"), initial=False)
     evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue()
     answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
 

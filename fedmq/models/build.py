@@ -28,6 +28,7 @@ def build(
     device: str | torch.device = "cpu",
     modalities: Sequence[Modality] = MODALITIES,
     cache: Path | None = None,
+    initial: bool = True,
 ) -> TwoTower:
     """Build the two towers of an objective with their initial parameters, the same in every process.
 
@@ -41,6 +42,7 @@ def build(
         device: device of the model.
         modalities: modalities whose frozen towers are loaded. The model always has the trainable parameters of both.
         cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
+        initial: whether to compute the initial parameters; without, they are zeros until others are loaded.
 
     Raises:
         InputError: backbone, objective and data do not fit together.
@@ -49,11 +51,12 @@ def build(
     if objective is not None and network_of(objective) is not None:
         trained = backbone if backbone.end_to_end else None
         classes = len(fine_columns(label_names))
-        return hash_networks.build(objective, inputs, classes, seed, place, trained=trained)
-    if backbone.adapter_site == "blocks":
+        model = hash_networks.build(objective, inputs, classes, seed, place, trained=trained)
+    elif backbone.adapter_site == "blocks":
         from fedmq.models import clip_two_tower  # noqa: PLC0415 - open_clip is slow to import and not needed for features
 
         model = clip_two_tower.build(backbone, inputs, seed, place, modalities, cache=cache)
+        model.initial = partial(initial_parameters, model.layout, backbone, seed)
     else:
         for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
             if len(shape) != 1:
@@ -62,6 +65,7 @@ def build(
                 )
         dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
         model = feature_towers(backbone, inputs, dim, place)
-    model.initial = partial(initial_parameters, model.layout, backbone, seed)
-    model.load(model.initial())
+        model.initial = partial(initial_parameters, model.layout, backbone, seed)
+    if initial:
+        model.load(model.initial())
     return model

@@ -7,7 +7,7 @@ with ``fedmq.models.objective_registry``; a scenario may change the widths.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -266,7 +266,7 @@ def build(
     *,
     trained: Backbone | None = None,
 ) -> TwoTower:
-    """The network of a base loss with its initial parameters, which are the same in every process.
+    """The network of a base loss; its parameters are zeros, and ``initial`` computes the initial ones.
 
     Args:
         objective: base loss, code length and hidden width; FedSCMR's and FedCMR's variants of DSCMR are selected by its
@@ -314,7 +314,8 @@ def build(
     ]
     shared = SignHead(bits, classes) if plan.sign_head else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
-    return _initialised(model, partial(initial_parameters, model.layout, plan, seed, trained))
+    model.initial = partial(initial_parameters, model.layout, plan, seed, trained)
+    return model
 
 
 def _common_space(
@@ -329,10 +330,5 @@ def _common_space(
     towers = [FirstLayer(width, hidden, dim, plan.enhance) for width in widths]
     shared = CommonSpace(hidden, dim, classes, enhance=plan.enhance, leaky=plan.leaky)
     model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
-    return _initialised(model, partial(initial_parameters, model.layout, TowerPlan(), seed))
-
-
-def _initialised(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:
-    model.initial = initial
-    model.load(initial())
+    model.initial = partial(initial_parameters, model.layout, TowerPlan(), seed)
     return model

@@ -154,17 +154,21 @@ def identity_of(name: str, raw: bytes, path: Path) -> Identity:
 class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
     """The accepted public keys of a folder, ``accepted/NAME.pub``, by name; :meth:`refresh` reads them again.
 
+    Args:
+        directory: the folder.
+        only: the name whose key alone is read; None reads all.
+
     Raises:
         InputError: the folder is missing or can be written by another user, a file is not an Ed25519 public key, or two
             names share a key.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._folder = directory / _ACCEPTED
+    def __init__(self, directory: Path, only: str | None = None) -> None:
+        self._folder, self._only = directory / _ACCEPTED, only
         self._files: dict[str, tuple[int, int, int]] | None = None
         with contextlib.suppress(OSError):  # the next refresh lists it
             self._files = self._present()
-        self._keys = _read_accepted(directory)
+        self._keys = _read_accepted(directory, only)
         self.problem = ""  # why the folder could not be read completely at the last refresh; empty if it could
 
     def __getitem__(self, name: str) -> Ed25519PublicKey:
@@ -192,7 +196,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
             files = self._present()
             if files == self._files:
                 return []
-            self._keys, self.problem = _read_accepted(self._folder.parent), ""
+            self._keys, self.problem = _read_accepted(self._folder.parent, self._only), ""
         except OSError as error:
             self._files, self.problem = None, f"{self._folder}: {error.strerror}; the keys read before stay accepted"
             return []
@@ -208,7 +212,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 name, dot, suffix = entry.name.rpartition(".")
-                if dot and suffix == "pub":
+                if dot and suffix == "pub" and self._only in (None, name):
                     try:
                         state = entry.stat()
                     except OSError as error:
@@ -219,23 +223,19 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
         return found
 
 
-def load_accepted(directory: Path) -> AcceptedKeys:
-    """Load the accepted public keys, ``accepted/NAME.pub``, by name.
-
-    Raises:
-        InputError: see :class:`AcceptedKeys`.
-    """
-    return AcceptedKeys(directory)
+def load_accepted(directory: Path, only: str | None = None) -> AcceptedKeys:
+    """Load the accepted public keys, ``accepted/NAME.pub``, by name; arguments and errors of :class:`AcceptedKeys`."""
+    return AcceptedKeys(directory, only)
 
 
-def _read_accepted(directory: Path) -> dict[str, Ed25519PublicKey]:
+def _read_accepted(directory: Path, only: str | None) -> dict[str, Ed25519PublicKey]:
     folder = directory / _ACCEPTED
     if not folder.is_dir():
         raise InputError(str(folder), "no such folder", "a folder of accepted keys; `fedmq keys accept` makes it")
     accepted: dict[str, Ed25519PublicKey] = {}
     holders: dict[bytes, str] = {}
     _refuse_writable(folder)
-    for path in sorted(folder.glob("*.pub")):
+    for path in sorted(folder.glob("*.pub" if only is None else f"{only}.pub")):
         name = path.stem
         _check_key_name(folder, name)
         _refuse_writable(path)

@@ -30,12 +30,14 @@ def run(
     resume: bool = False,
     stop_wanted: Callable[[], bool] = lambda: False,
     order: Callable[[ProcessCommand], None] | None = None,
+    checkpoint_seconds: float = 0.0,
 ) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
+    made = run_of(scenario)
     outcome = run_coordinator(
-        CoordinatorArguments(run_of(scenario), "inline", out, out, resume, report=True),
+        CoordinatorArguments(made, "inline", out, out, resume, report=True, checkpoint_seconds=checkpoint_seconds),
         stop_wanted=stop_wanted,
-        peers=partial(inline_peers, run_of(scenario), RunFolder(out), None),
+        peers=partial(inline_peers, made, RunFolder(out), None),
         order=order,
     )
     check_causes(out)

@@ -13,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from coordinator import checkpoints
+from coordinator.checkpoints import Checkpointing
 from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
@@ -53,6 +54,36 @@ def test_a_silo_may_delete_only_states_committed_by_the_second_newest_checkpoint
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=0", *IID), tmp_path)
     assert {sequence for _, sequence in committed_by_task} == {1, 2, 3, 4}
     assert all(committed == max(0, sequence - 2) for (_, sequence), committed in committed_by_task.items())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_with_rare_checkpoints_has_its_last_merge_when_it_stops_and_repeats_merges_when_it_is_killed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    settings = ("protocol={name: fedper}", "rounds=8", f"aggregation.mode={mode}", *IID)
+    scenario, out = resolved(tiny, *settings), tmp_path / "run"
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+
+    def stopped_after(merges: int, **arguments: Any) -> int:
+        tasks_begun = iter(range(2))
+
+        def enough() -> bool:
+            """Silos have done tasks of the next round, but it is not merged."""
+            return len(in_process_run.lines(out, "merge")) >= merges and next(tasks_begun, None) is None
+
+        in_process_run.run(scenario, out, stop_wanted=enough, checkpoint_seconds=1e9, **arguments)
+        saved = checkpoints.load(RunFolder(out).checkpoints)
+        assert saved is not None
+        return saved.rounds.version - len(in_process_run.lines(out, "merge"))
+
+    assert stopped_after(3) == 0
+    with monkeypatch.context() as killed:
+        killed.setattr(Checkpointing, "write", lambda _: None)
+        assert stopped_after(6, resume=True) < -1
+    assert max(Counter(path.parent for path in out.rglob("task-*.safetensors")).values()) <= 2
+    again = in_process_run.run(scenario, out, resume=True, checkpoint_seconds=1e9).summary
+    assert whole is not None and again is not None and again.model_digest == whole.model_digest
+    assert again.personal == whole.personal
 
 
 def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(

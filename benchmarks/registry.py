@@ -42,7 +42,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "startup": Benchmark("startup", 240),  # with an empty cache it also draws and encodes openmoji
     "hamming": Benchmark("hamming", 60),
     "loop": Benchmark("whole", 210),
-    "vit": Benchmark("vit", 120),
+    "vit": Benchmark("vit", 150),
     "blockwise": Benchmark("blockwise", 90),
     "silos": Benchmark("silos", 180),
     "soak": Benchmark("soak", 150),

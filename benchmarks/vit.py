@@ -162,7 +162,7 @@ def training_rates(clip_model: ClipModel, n: int, batch: int, repeats: int, devi
 def run(*, smoke: bool = False) -> Result:
     """Measure both alternately; ``smoke``: once, with a tiny model."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    n, batch = (2048, 128) if device != "cpu" else (4, 2)
+    n, batch = (2048, 128) if device != "cpu" else (2, 2)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         chosen = clip_model(folder, smoke=smoke)

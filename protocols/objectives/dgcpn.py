@@ -17,11 +17,11 @@ from torch import Tensor
 from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
-from fedmq.models.objective_registry import ObjectiveKind
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import training
 from protocols.parts.losses import EPSILON, unit
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, cosines, item_features, mean_square
+from protocols.parts.similarity import cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -277,4 +277,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
     return Dgcpn(options, local, context.training.batch_size, graph)
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+def network(options: Options) -> TowerPlan:
+    """DGCPN's towers; its code draws the text tower's last weights from N(0, 0.3^2), here both towers' are."""
+    return TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, network, needs_labels=False, on_features=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Recon
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: RECONSTRUCTING_TOWERS, needs_labels=False, on_features=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 #: A similarity of the stretched kind.
 Signed = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -108,4 +108,4 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Recon
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: RECONSTRUCTING_TOWERS, needs_labels=False, on_features=True)

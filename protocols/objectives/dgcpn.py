@@ -1,6 +1,7 @@
 """DGCPN (Yu et al. 2021): codes that preserve a neighbourhood graph, FedUCH's first base (FedUCH eqs 4-7).
 
-Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality.
+Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality. The last
+weights of both towers start from N(0, 0.3^2), those of the image tower too, unlike in its code.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
 
 
 def network(options: Options) -> TowerPlan:
-    """DGCPN's towers; its code draws the text tower's last weights from N(0, 0.3^2), here both towers' are."""
+    """DGCPN's towers."""
     return TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
 
 

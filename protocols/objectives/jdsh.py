@@ -1,7 +1,8 @@
 """JDSH (Liu et al. 2020): codes that reconstruct a joint similarity stretched at both ends, a base of FedUCH.
 
 Needs no labels. Its constants describe the distribution of similarities over the paper's whole training set; they are
-not adapted to a silo's distribution. A single-modality silo reconstructs the similarity within its modality.
+not adapted to a silo's distribution. A single-modality silo reconstructs the similarity within its modality. The towers
+are DJSRH's.
 """
 
 from __future__ import annotations

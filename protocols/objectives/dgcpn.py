@@ -1,6 +1,7 @@
 """DGCPN (Yu et al. 2021): codes that preserve a neighbourhood graph, FedUCH's first base (FedUCH eqs 4-7).
 
-Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality.
+Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality. The last
+weights of both towers start from N(0, 0.3^2), those of the image tower too, unlike in its code.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
-from fedmq.models.objective_registry import ObjectiveKind
+from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import training
 from protocols.parts.losses import EPSILON, unit
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, cosines, item_features, mean_square
+from protocols.parts.similarity import cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -277,4 +278,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
     return Dgcpn(options, local, context.training.batch_size, graph)
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+def network(options: Options) -> TowerPlan:
+    """DGCPN's towers."""
+    return TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, network, needs_labels=False, on_features=True)

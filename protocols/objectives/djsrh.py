@@ -1,6 +1,9 @@
 """DJSRH (Su et al. 2019): codes that reconstruct a joint similarity of both modalities, a base of FedUCH.
 
-Needs no labels. A single-modality silo reconstructs the similarity within its modality.
+Needs no labels. A single-modality silo reconstructs the similarity within its modality. Its code trains AlexNet below
+the codes. Here the image tower has a hidden layer over frozen features, and both towers have dropout before the code;
+the code's text tower has none. Features are compared as they are: where all share a large mean, cosines are nearly
+equal and the target says little.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from torch import Tensor
 from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 
 @dataclass(frozen=True)
@@ -72,4 +75,4 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Recon
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: RECONSTRUCTING_TOWERS, needs_labels=False, on_features=True)

@@ -1,7 +1,8 @@
 """JDSH (Liu et al. 2020): codes that reconstruct a joint similarity stretched at both ends, a base of FedUCH.
 
 Needs no labels. Its constants describe the distribution of similarities over the paper's whole training set; they are
-not adapted to a silo's distribution. A single-modality silo reconstructs the similarity within its modality.
+not adapted to a silo's distribution. A single-modality silo reconstructs the similarity within its modality. The towers
+are DJSRH's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import UNSUPERVISED_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
 
 #: A similarity of the stretched kind.
 Signed = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -108,4 +109,4 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Recon
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: RECONSTRUCTING_TOWERS, needs_labels=False, on_features=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedmq
-from tools import document_checks, make_reference
+from tools import document_checks, make_reference, make_results
 from tools.import_circles import circles, imports
 from tools.size_limits import too_long
 
@@ -85,3 +85,34 @@ def test_printed_yaml_fits_the_schema_of_a_file() -> None:
         (8, "roundz are keys of no file"),
     ]
     assert "many" in str(document_checks.yaml_problem({"rounds": "many"}))
+
+
+def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_merges() -> None:
+    cells = [("fedavg", "0.1230 ± 0.0010", "-", "a|b"), ("rcsr", "0.1000 ± 0.0010", "−0.0230", "3e-4")]
+    kept = make_results.Kept.model_validate(
+        {
+            "command": "fedmq compare x.yaml --jobs 1 --json",
+            "table": {
+                "head": ["", "mean_r1", "difference", "chosen"],
+                "body": [[{"text": text, "best": place == 1} for place, text in enumerate(row)] for row in cells],
+                "notes": ["a < b"],
+            },
+            "runs": [{"name": "rcsr", "seed": seed, "course": [[0, 0.25], [5, 0.25 + seed / 4]]} for seed in (0, 1)],
+        }
+    )
+    whole = make_results.table(kept, [], [], short=False)
+    assert "\n    fedmq compare x.yaml\n" in whole and "- a &lt; b\n" in whole
+    assert "| fedavg | **.1230 ± .0010** | - | a\\|b |" in whole
+    part = make_results.table(kept, ["mean_r1"], ["rcsr"], short=True)
+    assert part.split("\n")[1:4] == [
+        "|  | mean_r1 | difference |",
+        "|---|---|---|",
+        "| rcsr | **.1000 ± .0010** | −.0230 |",
+    ]
+    with pytest.raises(ValueError, match="no map in the result"):
+        make_results.table(kept, ["map"], [], short=False)
+    assert "| merges | 0 | 5 |\n|---|---|---|\n| rcsr | .2500 ± .0000 | .3750 ± .1768 |" in make_results.course(
+        kept, [0, 5]
+    )
+    with pytest.raises(ValueError, match="rcsr was not evaluated after 7 merges"):
+        make_results.course(kept, [7])

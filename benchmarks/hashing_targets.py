@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.metrics import average_precision_score  # type: ignore[import-untyped]
+from sklearn.metrics import average_precision_score
 from torch import Tensor
 
 from fedmq.config.resolve import load

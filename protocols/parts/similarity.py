@@ -23,9 +23,9 @@ from protocols.parts import training
 from protocols.parts.losses import unit
 
 _EPOCHS = "base.epochs"
-#: The towers of DJSRH and JDSH. In their code AlexNet, which is trained, has the image tower's hidden layer and
-#: dropout, and the text tower has no dropout. DGCPN's wide initial codes would saturate under the growing factor of
-#: tanh's inputs.
+#: The towers of DJSRH and JDSH, initialised as in their code: with DGCPN's wide last layer the growing factor of tanh's
+#: inputs would saturate all outputs. In their code the hidden layer and the dropout of the image tower are AlexNet's,
+#: which is trained, and the text tower has no dropout.
 RECONSTRUCTING_TOWERS = TowerPlan((4096,), (4096,), tanh=True, dropout=True)
 
 

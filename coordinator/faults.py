@@ -29,6 +29,7 @@ from fedmq.config.faults import (
     Poison,
     Reorder,
     Split,
+    StepName,
 )
 from fedmq.errors import RemoteWireError
 from fedmq.federation.faults import FailureReason, FaultSchedule, ScheduledFault, TaskOutcome
@@ -142,6 +143,17 @@ class FaultInjector:
                         self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
                         self._on_frames.setdefault((silo, sequence), []).append(ScheduledFault(place, fault))
+
+    def strike_step(self, silo: str, sequence: int, version: int, step: StepName, cause: int | None) -> bool:
+        """Apply the faults of a step of a secure sum; returns whether the silo's answer in it is lost."""
+        lost = False
+        for place, fault in self.script.of_step(silo, sequence, version, self.issued[silo][1], step):
+            lost = lost or isinstance(fault, Drop)
+            if self._mark_fired(f"{place} {silo} {sequence} {step}"):
+                self._log_strike(ScheduledFault(place, fault), silo, sequence, cause)
+                if isinstance(fault, Crash):
+                    self._command(ProcessCommand("kill", silo), fault.kind, sequence, cause)
+        return lost
 
     def restart_stopped(self) -> None:
         """Restart all stopped silos, so that every silo can evaluate its personal model."""

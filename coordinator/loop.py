@@ -28,6 +28,7 @@ from coordinator.round_events import (
     Lost,
     Merge,
     Merged,
+    Phase,
     Send,
     SetDeadline,
     StillConnected,
@@ -35,7 +36,7 @@ from coordinator.round_events import (
     Switched,
     WaitEnded,
 )
-from coordinator.rounds import Phase, Rounds
+from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from coordinator.status import StatusReport
 from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event

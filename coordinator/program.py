@@ -22,7 +22,8 @@ from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
 from coordinator.peers import InProcessPeers, PeerFunctions, Peers
 from coordinator.release import BestModel
-from coordinator.rounds import Phase, Rounds
+from coordinator.round_events import Phase
+from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
 from coordinator.sessions import Roster
 from coordinator.status import Inquiries, StatusReport

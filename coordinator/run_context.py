@@ -144,6 +144,7 @@ class RunContext:
             if any(self.protocol.eligible(state) for state in self.script.phases(silo, self.scenario.rounds))
         )
         samples = {silo.name: self.samples[silo.index] for silo in silos}
+        secure = self.scenario.privacy.secure_aggregation
         patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
         return RoundsPlan(
             seed=self.scenario.seed,
@@ -160,6 +161,7 @@ class RunContext:
             max_staleness=aggregation.max_staleness,
             first_round_selects_all=self.traits.first_round_selects_all,
             minimum=participation.minimum,
+            threshold=None if secure is None else secure.threshold,
         )
 
     @cached_property

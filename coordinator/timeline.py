@@ -14,8 +14,17 @@ from enum import IntEnum
 from coordinator.counters import Counters
 from coordinator.faults import FaultInjector
 from coordinator.participation import Trace
-from coordinator.round_events import Arrived, Deadline, Discard, DiscardReason, Event, Failed, Send, Switched
-from coordinator.rounds import PendingTask
+from coordinator.round_events import (
+    Arrived,
+    Deadline,
+    Discard,
+    DiscardReason,
+    Event,
+    Failed,
+    PendingTask,
+    Send,
+    Switched,
+)
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome

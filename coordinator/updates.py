@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coordinator.rounds import PendingTask
+from coordinator.round_events import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError, RunError

@@ -17,8 +17,7 @@ from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
 from coordinator.peers import InProcessPeers
-from coordinator.round_events import Failed, Send
-from coordinator.rounds import Phase
+from coordinator.round_events import Failed, Phase, Send
 from coordinator.timeline import EntryKind, Timeline
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run

@@ -203,6 +203,28 @@ def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
     return kept if float(total) == 0.0 else kept / total
 
 
+def branch_rows(
+    updates: Sequence[Update], weights: Tensor, branches: Mapping[str, slice], branch_renorm: bool
+) -> dict[str, Tensor]:
+    """Each branch's weights of the updates, float64 [M]; arguments as for :func:`merge_updates`."""
+    rows = dict[str, Tensor]()
+    for name, part in branches.items():
+        owners = [owns(update.silo, name) for update in updates]
+        if branch_renorm:
+            active = [_trained(update, name, part, owner) for update, owner in zip(updates, owners, strict=True)]
+            rows[name] = branch_weights(weights, torch.tensor(active))
+        else:
+            rows[name] = weights * torch.tensor(owners)
+    return rows
+
+
+def _trained(update: Update, name: str, part: slice, owner: bool) -> bool:
+    """Whether an update changes a branch, or in a secure sum is reported to."""
+    if (report := update.report) is not None:
+        return owner and name in report.trained
+    return trained(update.delta, part, owner)
+
+
 def merge_updates(
     theta: Tensor, updates: Sequence[Update], weights: Tensor, branches: Mapping[str, slice], branch_renorm: bool
 ) -> Tensor:
@@ -223,12 +245,6 @@ def merge_updates(
         [P], in theta's precision; float32 in a run.
     """
     step = torch.zeros_like(theta, dtype=torch.float64)
-    for name, part in branches.items():
-        owners = [owns(update.silo, name) for update in updates]
-        parts = [update.delta[part] for update in updates]
-        if branch_renorm:
-            active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
-            add_weighted(step[part], parts, branch_weights(weights, torch.tensor(active)))
-        else:
-            add_weighted(step[part], parts, weights * torch.tensor(owners))
+    for name, row in branch_rows(updates, weights, branches, branch_renorm).items():
+        add_weighted(step[branches[name]], [update.delta[branches[name]] for update in updates], row)
     return step.add_(theta).to(theta.dtype)

@@ -25,6 +25,7 @@ from coordinator.release import BestModel
 from coordinator.round_events import Phase
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.secure_sums import SecureSums
 from coordinator.sessions import Roster
 from coordinator.status import Inquiries, StatusReport
 from coordinator.summary import finish
@@ -401,7 +402,14 @@ class _Process:
             stop_wanted=self.stop_wanted,
             stop_silos=self.arguments.stop_silos,
             late_silos=lambda: isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late),
+            sums=self._sums(run_context),
         )
+
+    def _sums(self, run_context: RunContext) -> SecureSums | None:
+        if run_context.scenario.privacy.secure_aggregation is None:
+            return None
+        assert self.accepted is not None  # noqa: S101 - the silos are processes with keys
+        return SecureSums(run_context, self.accepted, self.arguments.run.id, self.log)
 
 
 @contextlib.contextmanager

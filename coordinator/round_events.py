@@ -31,6 +31,7 @@ class DiscardReason(StrEnum):
     DUPLICATE = "duplicate"  # its task is not pending
     LATE = "late"  # its round is already merged
     SURPLUS = "surplus"  # its round was merged with enough other replies
+    INCOMPLETE = "incomplete"  # too few silos answered a step of its round's secure sum
     STALE = "stale"  # staleness above the limit
 
 

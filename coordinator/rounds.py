@@ -292,7 +292,9 @@ class Rounds:
 
     def merge_nothing(self) -> Step:
         """End the round without a merge, because too few silos answered a step."""
-        return self, (Collect(self.version, Stage.REVEAL, ()), Merge(self.version, ()))
+        reason, answers = DiscardReason.INCOMPLETE, self._in_order(self.arrived)
+        discards = (Discard(each.silo, each.sequence, reason) for each in answers)
+        return self, (*discards, Collect(self.version, Stage.REVEAL, ()), Merge(self.version, ()))
 
     @property
     def gathered(self) -> bool:

@@ -44,7 +44,6 @@ from fedmq.config.faults import (
     SignFlip,
     Split,
     StepFault,
-    StepName,
     TaskFault,
     Timed,
     Window,
@@ -288,7 +287,7 @@ class FaultSchedule:
                 break
         return outcome, struck
 
-    def of_step(self, silo: str, sequence: int, round_: int, at: float, step: StepName) -> list[ScheduledFault]:
+    def of_step(self, silo: str, sequence: int, round_: int, at: float, step: str) -> list[ScheduledFault]:
         """The faults of a step of a secure sum, whose task was sent at a time [s]."""
         strikes = self.strikes(silo, sequence, round_, at)
         return [strike for strike in strikes if isinstance(strike.fault, StepFault) and strike.fault.step == step]

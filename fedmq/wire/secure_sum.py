@@ -136,6 +136,18 @@ def _bytes(raw: bytes) -> U8:
     return np.frombuffer(raw, np.uint8).copy()
 
 
+def public_key(keys: SumKeys, name: str, which: int) -> X25519PublicKey:
+    """A silo's public key: of its masks (0) or of the shares sealed for it (1)."""
+    return X25519PublicKey.from_public_bytes(keys.keys[keys.silos.index(name), which].tobytes())
+
+
+def _exchanged(key: X25519PrivateKey, public: X25519PublicKey) -> bytes:
+    try:
+        return key.exchange(public)
+    except ValueError:  # a point of small order, with which everybody knows the result
+        raise refused("a public key that is not one") from None
+
+
 def _signed(run: str, version: int, name: str, roster: str, keys: U8, committed: U8) -> bytes:
     return _joined("fedmq 1 sum keys", run, version, name, roster, keys.tobytes(), committed.tobytes())
 
@@ -208,10 +220,6 @@ class Sum:
         """Length of the vector that a silo sends."""
         return sum(self.sizes[place] for place in self.branches(name))
 
-    def public(self, name: str, which: int) -> X25519PublicKey:
-        """A silo's public key: of its masks (0) or of the shares sealed for it (1)."""
-        return X25519PublicKey.from_public_bytes(self.keys.keys[self.keys.silos.index(name), which].tobytes())
-
     def add_own(self, total: U32, sections: Mapping[int, slice], seed: bytes, *, sign: int) -> None:
         """Add (sign 1) or remove (-1) a silo's own mask in ranges of a vector, by branch."""
         _add_mask(total, sections, _derived(seed, "own mask", self.context), sign)
@@ -223,8 +231,8 @@ class Sum:
 
         Only branches in whose sums both take part have it.
         """
-        own = key.public_key().public_bytes_raw() == self.public(name, 0).public_bytes_raw()
-        shared = key.exchange(self.public(other if own else name, 0))
+        own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
+        shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
         both = {place: where for place, where in sections.items() if self.row(name)[place] and self.row(other)[place]}
         first = self.weights.silos.index(name) < self.weights.silos.index(other)
         _add_mask(total, both, _derived(shared, "pair mask", self.context), sign if first else -sign)
@@ -265,9 +273,14 @@ def combined(shares: Mapping[int, bytes]) -> bytes:
     return Shamir.combine([(place + 1, share) for place, share in shares.items()])
 
 
+def share_context(run: str, version: int, roster: str, keys: SumKeys) -> bytes:
+    """What binds sealed shares to their round and its silos."""
+    return _joined(run, version, roster, digest(keys))
+
+
 def seal_share(key: X25519PrivateKey, to: X25519PublicKey, context: bytes, ends: tuple[str, str], share: bytes) -> U8:
     """A silo's shares, which only their receiver can open; ``ends`` are sender and receiver."""
-    sealing, nonce = AESGCM(_derived(key.exchange(to), "share", _joined(context, *ends))), secrets.token_bytes(12)
+    sealing, nonce = AESGCM(_derived(_exchanged(key, to), "share", _joined(context, *ends))), secrets.token_bytes(12)
     return _bytes(nonce + sealing.encrypt(nonce, share, None))
 
 
@@ -280,7 +293,7 @@ def open_share(
         RemoteWireError: they were not sealed by the sender for the receiver in this round.
     """
     raw = sealed.tobytes()
-    opening = AESGCM(_derived(key.exchange(sender), "share", _joined(context, *ends)))
+    opening = AESGCM(_derived(_exchanged(key, sender), "share", _joined(context, *ends)))
     try:
         share = opening.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], None)
     except InvalidTag:

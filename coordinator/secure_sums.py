@@ -71,8 +71,8 @@ class SecureSums:
         self._roster = secure_sum.roster_digest(keys, accepted, run_context.scenario.silo_names)
         self._accepted = accepted
         layout = run_context.context.layout
-        self._branches = aggregation.branch_slices(layout)
-        self._sizes = tuple(part.stop - part.start for part in self._branches.values())
+        self._branches = aggregation.branch_sizes(layout)
+        self._sizes = tuple(self._branches.values())
         self._begin()
 
     def _begin(self) -> None:
@@ -173,13 +173,13 @@ class SecureSums:
             updates = [self._updates[name] for name in self._shares]
             replies = [weighted(self._run_context, each, states, version, merged) for each in updates]
             self._weighted = self._run_context.protocol.weigh(states[version], replies, version)
-            self._sum = self._agreed(version, self._weighted)
+            self._sum = self._agreed(action, self._weighted)
         elif stage is Stage.MASK:
             self._masked = {name: each for name, each in payloads.items() if isinstance(each, MaskedUpdate)}
             self.ends = self._unsafe()
         elif stage is Stage.REVEAL:
             revealed = {name: each for name, each in payloads.items() if isinstance(each, RevealedShares)}
-            self._end(revealed, version)
+            self._end(revealed, action)
 
     def _signed_keys(self) -> SumKeys:
         reports = [update.report for update in self._updates.values()]
@@ -189,15 +189,18 @@ class SecureSums:
         )
         return SumKeys(tuple(self._updates), keys, committed, signatures)
 
-    def _agreed(self, version: int, weighted: WeightedSum) -> Sum:
+    def _agreed(self, action: Collect, weighted: WeightedSum) -> Sum:
         """The sum that the silos are to agree on; a branch whose weights would single a silo out is left as it is."""
         assert self._keys is not None  # noqa: S101 - the silos have reported
+        version = action.round
         rows = np.stack([weighted.rows[name].numpy() for name in self._branches])
         for place, name in enumerate(self._branches):
             if (wrong := singles_out(rows[place], self._options)) is not None:
                 rows[place] = 0.0
                 self._left_alone.append(name)
-                self._log.note(LogEvent.BRANCH_LEFT_ALONE, version=version, branch=name, why=wrong)
+                self._log.note(
+                    LogEvent.BRANCH_LEFT_ALONE, version=version, branch=name, why=wrong, caused_by=action.cause
+                )
         layout = self._run_context.context.layout
         weights = SumWeights(layout.digest, tuple(self._shares), tuple(self._branches), rows)
         return Sum(self._run, version, self._roster, self._keys, weights, self._sizes)
@@ -224,7 +227,7 @@ class SecureSums:
             sealed[self._keys.silos.index(sender)] = shares.sealed[place]
         return self._keys, self._sum.weights, Survivors(tuple(self._masked)), SealedShares(sealed)
 
-    def _end(self, revealed: Mapping[str, RevealedShares], version: int) -> None:
+    def _end(self, revealed: Mapping[str, RevealedShares], action: Collect) -> None:
         if revealed and self._sum is not None:
             try:
                 self._total = self._unmasked(self._sum, revealed)
@@ -232,7 +235,7 @@ class SecureSums:
             except RemoteWireError as error:
                 self.ends = error.detail
         why = self.ends or "too few silos answered"
-        self._log.note(LogEvent.SUM_ENDED, version=version, why=why)
+        self._log.note(LogEvent.SUM_ENDED, version=action.round, why=why, caused_by=action.cause)
 
     # ------------------------------------------------------------------------------------------- the sum
     @property

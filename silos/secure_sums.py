@@ -181,13 +181,12 @@ class SecureSums:
     def _sum(self, version: int, keys: SumKeys, weights: SumWeights, layout: Layout) -> Sum:
         """What the silos of a sum agree on."""
         self._check_keys(version, keys)
-        branches = aggregation.branch_slices(layout)
+        branches = aggregation.branch_sizes(layout)
         if weights.layout_digest != layout.digest:
             raise refused("weights for another layout")
         secure_sum.check_weights(weights, keys, self._identity.name, tuple(branches))
         secure_sum.check_policy(weights, self._options, self._least(keys))
-        sizes = tuple(part.stop - part.start for part in branches.values())
-        return Sum(self._run, version, self._roster, keys, weights, sizes)
+        return Sum(self._run, version, self._roster, keys, weights, tuple(branches.values()))
 
     def _masked(self, agreed: Sum, layout: Layout) -> MaskedUpdate:
         name, own = self._identity.name, self._own(agreed.version)

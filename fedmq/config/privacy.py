@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from fedmq.config.faults import AnyFault, StepFault
 from fedmq.config.sections import Aggregation, Compression, NonNegative, Number, Part, Positive
 
 
@@ -68,13 +70,18 @@ class Privacy(Part):
             raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         return self
 
-    def refuse_sums(self, aggregation: Aggregation, compression: Compression, launcher: str) -> None:
+    def check_sums(
+        self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
+    ) -> None:
         """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
 
         Raises:
             ValueError: the keys, what was found, and why.
         """
         if self.secure_aggregation is None:
+            for fault in faults:
+                if isinstance(fault, StepFault) and fault.step != "train":
+                    raise ValueError(f"faults: step {fault.step} needs privacy.secure_aggregation")
             return
         for place, found, allowed, why in (
             ("aggregation.mode", aggregation.mode, ("sync",), "only a whole round has a sum"),

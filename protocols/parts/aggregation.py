@@ -34,6 +34,12 @@ def branch_slices(layout: Layout) -> dict[str, slice]:
     return {**slices, "shared": shared} if shared.stop > shared.start else slices
 
 
+def branch_sizes(layout: Layout) -> dict[str, int]:
+    """Number of parameters of each branch, in the order of the flat buffer."""
+    ordered = sorted(branch_slices(layout).items(), key=lambda item: item[1].start)
+    return {name: part.stop - part.start for name, part in ordered}
+
+
 def module_slices(layout: Layout) -> dict[str, slice]:
     """Range of each module in the flat buffer: ``visual.first``, ``shared.base``, ... in the layout's order.
 

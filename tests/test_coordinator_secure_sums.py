@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fedmq.runs.results import read_metrics, read_summary
+from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import MessageRecord, NoteRecord, read_log
 from tests.threaded_run import resolved, run
 
 SUMS = ("protocol=fedavg", "participation=1.0", "privacy.secure_aggregation=true", "evaluation.every=0")

@@ -1,21 +1,26 @@
-"""Secure sums: whole runs with dropouts and restarts, and what a curious coordinator or colluding silos try."""
+"""Whole runs of secure sums: the plain model but for fixed point, whoever drops out or is restarted in between."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import MessageRecord, read_log
+from tests import in_process_run
 from tests.threaded_run import resolved, run
 
-SUMS = ("protocol=fedavg", "participation=1.0", "privacy.secure_aggregation=true", "evaluation.every=0")
+SUMS = ("protocol=fedavg", "participation=1.0", "evaluation.every=0", "privacy.secure_aggregation=true")
+#: The third round has too few silos left for its sum.
 DROPS = (
     "faults=[{kind: drop, step: mask, silos: [silo-01], rounds: [1]},"
-    " {kind: drop, step: share, silos: [silo-00], rounds: [2]},"
-    " {kind: drop, step: mask, silos: [silo-00, silo-03], rounds: [3]}]"
+    " {kind: drop, step: share, silos: [silo-00], rounds: [2]}, {kind: drop, step: mask, silos: [silo-02], rounds: [2]},"
+    " {kind: drop, step: reveal, silos: [silo-03], rounds: [3]}]"
 )
 
 
@@ -23,14 +28,63 @@ def merges(folder: Path) -> list[MergeLine]:
     return [line for line in read_metrics(RunFolder(folder)) if isinstance(line, MergeLine)]
 
 
-def test_a_run_of_sums_is_the_plain_one_but_for_fixed_point_and_the_silos_that_drop_out(
+def digest(folder: Path) -> str:
+    found: str = json.loads((folder / "summary.json").read_text())["model_digest"]
+    return found
+
+
+def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path: Path) -> None:
+    run(resolved(tiny, *SUMS), tmp_path / "sums")
+    in_process_run.run(resolved(tiny, *SUMS, "privacy.secure_aggregation=null"), tmp_path / "plain")
+    for mine, plain in zip(merges(tmp_path / "sums"), merges(tmp_path / "plain"), strict=True):
+        assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
+    kinds = set[str]()
+    for name in ("silo-00", "silo-02"):
+        for _, record in read_log(RunFolder(tmp_path / "sums").messages(name)):
+            if isinstance(record, MessageRecord) and record.action == "sent":
+                kinds |= {kind for kind, _ in record.payloads}
+    assert "masked_update" in kinds and not kinds & {"delta", "partial_delta"}
+
+
+def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path
 ) -> None:
-    plain = run(resolved(tiny, *SUMS, "privacy.secure_aggregation=null"), tmp_path / "plain").summary
-    whole = run(resolved(tiny, *SUMS), tmp_path / "whole").summary
-    again = run(resolved(tiny, *SUMS, DROPS), tmp_path / "again").summary
-    other = run(resolved(tiny, *SUMS, DROPS), tmp_path / "other").summary
-    assert again.model_digest == other.model_digest != whole.model_digest
-    assert plain.metrics["mean_r1"] == pytest.approx(whole.metrics["mean_r1"], abs=0.02)
-    sums = [each.losses for each in merges(tmp_path / "whole")]
-    assert sums == [pytest.approx(each.losses, rel=1e-4) for each in merges(tmp_path / "plain")]
+    scenario = resolved(tiny, *SUMS, DROPS)
+    run(scenario, tmp_path / "once")
+    lines = merges(tmp_path / "once")
+    assert [line.replies for line in lines] == [
+        ["silo-00", "silo-01", "silo-02", "silo-03"],
+        ["silo-00", "silo-02", "silo-03"],
+        [],
+        ["silo-00", "silo-01", "silo-02", "silo-03"],
+    ]
+    log = RunFolder(tmp_path / "twice").messages("coordinator")
+
+    def masking() -> bool:
+        """A masked update of the second round has arrived."""
+        return log.exists() and '"masked_update"' in log.read_text() and '"base_version":1' in log.read_text()
+
+    run(scenario, tmp_path / "twice", stop_wanted=masking)
+    assert not (tmp_path / "twice" / "summary.json").exists()
+    run(scenario, tmp_path / "twice", resume=True)
+    assert digest(tmp_path / "twice") == digest(tmp_path / "once")
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "allowed"),
+    [
+        ("aggregation.mode=async", "aggregation.mode async", "sync: only a whole round has a sum"),
+        ("aggregation.robust.rule=krum", "aggregation.robust.rule krum", "none: a rule compares single updates"),
+        ("compression.updates.kind=int8", "compression.updates.kind int8", "none"),
+        ("launcher=inline", "launcher inline", "local or none"),
+        ("privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}", "noise_multiplier 1.0", "0.0"),
+        ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
+        ("protocol=rcsr", "with rcsr, whose merge is more than a weighted sum", "fedavg"),
+    ],
+)
+def test_what_has_no_secure_sum_is_refused_by_name(
+    tiny: Path, tmp_path: Path, setting: str, place: str, allowed: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        run(resolved(tiny, *SUMS, DROPS, setting), tmp_path)
+    assert place in str(refused.value) and allowed in str(refused.value)

@@ -250,9 +250,8 @@ def test_a_silo_answers_one_sum_in_each_round_also_after_a_restart(start: Round)
     run, traits = run_of(start.context.scenario), start.context.traits
     log = MessageLog(start.folder / "agreed.jsonl", "silo-00", VirtualClock())
     agreed = AgreedSchedule(run, traits, log)
-    header = Header(
-        run=run.id, kind=Kind.SUM, sender="coordinator", receiver="silo-00", sequence=3, base_version=2, sent_at=0.0
-    )
+    facts = {"run": run.id, "sender": "coordinator", "receiver": "silo-00", "session": bytes(16)}
+    header = Header(kind=Kind.SUM, sequence=3, base_version=2, sent_at=0.0, **facts)  # type: ignore[arg-type]
     with pytest.raises(RemoteWireError, match="without this silo's task"):
         agreed.check(Message(header, request))
     agreed._tasks[2] = 3, ()

@@ -43,8 +43,8 @@ _KEY_BYTES, _NONCE_BYTES = 32, 12
 #: Steps of the fixed point for the largest change of a parameter; sums of weights up to 1 then stay below 2^31.
 _STEPS = float(1 << 30)
 #: Numbers masked at a time, so that they stay in the processor's cache.
-_BLOCK = 1 << 16
-_ZEROS = bytes(4 * _BLOCK)
+_BLOCK = 1 << 15
+_ZEROS = memoryview(bytes(4 * _BLOCK))
 
 
 def _joined(*parts: bytes | str | int) -> bytes:
@@ -239,22 +239,26 @@ class Sum:
 
 
 def _add_mask(total: U32, sections: Mapping[int, slice], key: bytes, sign: int) -> None:
+    stream = bytearray(4 * _BLOCK + 15)  # the cipher wants room for one more block
+    mask, change = np.frombuffer(stream, "<u4", _BLOCK), np.add if sign > 0 else np.subtract
     for place, where in sections.items():
         # A branch has the same mask at both silos, wherever it lies in their vectors.
-        stream = Cipher(algorithms.AES256(key), modes.CTR(place.to_bytes(4, "big") + bytes(12))).encryptor()
+        cipher = Cipher(algorithms.AES256(key), modes.CTR(place.to_bytes(4, "big") + bytes(12))).encryptor()
         values = total[where]
         for start in range(0, len(values), _BLOCK):
             block = values[start : start + _BLOCK]
-            mask = np.frombuffer(stream.update(_ZEROS[: 4 * len(block)]), "<u4")
-            if sign > 0:
-                np.add(block, mask, out=block)
-            else:
-                np.subtract(block, mask, out=block)
+            cipher.update_into(_ZEROS[: 4 * len(block)], stream)
+            change(block, mask[: len(block)], out=block)
 
 
 def fixed_point(change: F32, weight: float, largest: float) -> U32:
     """A weighted change [n] in steps of ``largest`` / 2^30, modulo 2^32; weight and changes are within their bounds."""
-    return np.rint(change.astype(np.float64) * (weight * (_STEPS / largest))).astype(np.int64).astype(np.uint32)
+    steps, result = np.empty(_BLOCK), np.empty(len(change), np.int32)
+    for start in range(0, len(change), _BLOCK):
+        block = change[start : start + _BLOCK]
+        np.multiply(block, weight * (_STEPS / largest), out=steps[: len(block)], dtype=np.float64)
+        result[start : start + _BLOCK] = np.rint(steps[: len(block)], out=steps[: len(block)])
+    return result.view(np.uint32)
 
 
 def decoded(total: U32, largest: float) -> F64:

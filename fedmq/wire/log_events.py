@@ -80,7 +80,7 @@ class LogEvent(_Event):
     REPLY_LEFT_OUT = "reply_left_out", "the aggregation left out the reply of `silo` as an outlier", "info"
     BRANCH_LEFT_ALONE = (
         "branch_left_alone",
-        "a secure sum leaves `branch` as it is: its weights would single a silo out, as `why` says",
+        "a secure sum leaves `branch` as it is, as its weights would single a silo out: `why`",
         "warning",
     )
     SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"

@@ -33,9 +33,12 @@ def digest(folder: Path) -> str:
     return found
 
 
-def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path: Path) -> None:
-    run(resolved(tiny, *SUMS), tmp_path / "sums")
-    in_process_run.run(resolved(tiny, *SUMS, "privacy.secure_aggregation=null"), tmp_path / "plain")
+@pytest.mark.parametrize("method", ["fedavg", "{name: rcsr, warmup: 1}"])
+def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path: Path, method: str) -> None:
+    settings = (*SUMS, f"protocol={method}", "rounds=3")
+    all_branches = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"  # RCSR's router may choose one
+    run(resolved(tiny, *settings, all_branches), tmp_path / "sums")
+    in_process_run.run(resolved(tiny, *settings, "privacy.secure_aggregation=null"), tmp_path / "plain")
     for mine, plain in zip(merges(tmp_path / "sums"), merges(tmp_path / "plain"), strict=True):
         assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
     kinds = set[str]()
@@ -79,7 +82,7 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_sa
         ("launcher=inline", "launcher inline", "local or none"),
         ("privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}", "noise_multiplier 1.0", "0.0"),
         ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
-        ("protocol=rcsr", "with rcsr, whose merge is more than a weighted sum", "fedavg"),
+        ("protocol=fedproto", "with fedproto, whose merge is more than a weighted sum", "fedavg, "),
     ],
 )
 def test_what_has_no_secure_sum_is_refused_by_name(

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fedmq.audit.log_checks import audit_run
+from fedmq.audit.result_checks import LoggedRun
+from fedmq.audit.run_checks import RunFiles, updates_in_clear
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
@@ -19,13 +22,19 @@ SUMS = ("protocol=fedavg", "participation=1.0", "evaluation.every=0", "privacy.s
 #: The third round has too few silos left for its sum.
 DROPS = (
     "faults=[{kind: drop, step: mask, silos: [silo-01], rounds: [1]},"
-    " {kind: drop, step: share, silos: [silo-00], rounds: [2]}, {kind: drop, step: mask, silos: [silo-02], rounds: [2]},"
+    " {kind: drop, step: share, silos: [silo-00], rounds: [2]},"
+    " {kind: drop, step: mask, silos: [silo-02], rounds: [2]},"
     " {kind: drop, step: reveal, silos: [silo-03], rounds: [3]}]"
 )
 
 
 def merges(folder: Path) -> list[MergeLine]:
     return [line for line in read_metrics(RunFolder(folder)) if isinstance(line, MergeLine)]
+
+
+def audited(folder: Path) -> list[str]:
+    """What the audit of a run finds."""
+    return [finding.what for finding in audit_run(folder).findings]
 
 
 def digest(folder: Path) -> str:
@@ -41,6 +50,7 @@ def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path
     in_process_run.run(resolved(tiny, *settings, "privacy.secure_aggregation=null"), tmp_path / "plain")
     for mine, plain in zip(merges(tmp_path / "sums"), merges(tmp_path / "plain"), strict=True):
         assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert not audited(tmp_path / "sums")
     kinds = set[str]()
     for name in ("silo-00", "silo-02"):
         for _, record in read_log(RunFolder(tmp_path / "sums").messages(name)):
@@ -91,3 +101,12 @@ def test_what_has_no_secure_sum_is_refused_by_name(
     with pytest.raises(InputError) as refused:
         run(resolved(tiny, *SUMS, DROPS, setting), tmp_path)
     assert place in str(refused.value) and allowed in str(refused.value)
+
+
+def test_the_audit_finds_an_update_that_left_in_clear(tmp_path: Path) -> None:
+    course, scenario = LoggedRun(), {"privacy": {"secure_aggregation": {"range": 1.0}}}
+    course.replies["silo-00", 0][1] = {"update_report", "masked_update", "loss"}
+    course.replies["silo-01", 3][4] = {"partial_delta", "loss"}
+    for given, expected in ((scenario, ["silo-01"]), ({"privacy": {"secure_aggregation": None}}, []), ({}, [])):
+        found = list(updates_in_clear(RunFolder(tmp_path), RunFiles(True, given), course))
+        assert [finding.what.split()[0] for finding in found] == expected

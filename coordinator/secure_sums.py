@@ -80,6 +80,7 @@ class SecureSums:
         self._keys: SumKeys | None = None
         self._shares: dict[str, SealedShares] = {}
         self._masked: dict[str, MaskedUpdate] = {}
+        self._summed: frozenset[str] = frozenset()  # the silos whose masked updates are in the sum
         self._sum: Sum | None = None
         self._weighted: WeightedSum | None = None
         self._total: F64 | None = None
@@ -180,6 +181,7 @@ class SecureSums:
         elif stage is Stage.REVEAL:
             revealed = {name: each for name, each in payloads.items() if isinstance(each, RevealedShares)}
             self._end(revealed, action)
+            self._summed, self._masked = frozenset(self._masked), {}  # memory for the next round
 
     def _signed_keys(self) -> SumKeys:
         reports = [update.report for update in self._updates.values()]
@@ -289,7 +291,7 @@ class SecureSums:
         """Merge the sum: each branch is divided by the weights whose updates arrived."""
         weighted, agreed, total = self._weighted, self._sum, self._total
         assert weighted is not None and agreed is not None and total is not None  # noqa: S101 - the sum is complete
-        here = torch.tensor([name in self._masked for name in agreed.weights.silos])
+        here = torch.tensor([name in self._summed for name in agreed.weights.silos])
         step, weights = torch.from_numpy(total), weighted.weights[here]
         for place, start in enumerate(agreed.offsets):
             row = torch.from_numpy(agreed.weights.weights[place])

@@ -448,11 +448,11 @@ class Loop:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         now, merges = self.rounds.version, self.counters.participations
-        merge = self.run_context.protocol.merge
+        merge = None if self.sums is None else self.sums.merge
         if self.sums is None:
             updates = [self._outcomes.update(reply.silo, reply.sequence) for reply in arrived]
         else:
-            arrived, merge = arrived if self.sums.complete else (), self.sums.merge
+            arrived = arrived if self.sums.complete else ()
             updates = [self.sums.update(reply.silo) for reply in arrived]
         replies = [weighted(self.run_context, update, self.states, now, merges) for update in updates]
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:

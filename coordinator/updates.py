@@ -270,9 +270,9 @@ def merged_state(
     state: State,
     replies: Sequence[Update],
     round_: int,
-    merge: Callable[[State, Sequence[Update], int], MergeResult],
+    merge: Callable[[State, Sequence[Update], int], MergeResult] | None = None,
 ) -> tuple[MergeResult, tuple[str, ...]]:
-    """Aggregate replies into the method's next state; ``merge`` is the method's own, or that of a secure sum.
+    """Aggregate replies into the method's next state; ``merge`` is that of a secure sum, None the method's own.
 
     Returns:
         The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule
@@ -286,7 +286,7 @@ def merged_state(
     if aggregation.robust.rule != "none":
         kept = robust_replies(replies, aggregation.robust, run_context.context.layout, unprotected.append)
     left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
-    merged = merge(state, kept, round_)
+    merged = (merge or run_context.protocol.merge)(state, kept, round_)
     # In async mode a merge has one reply, so its damping factor cannot act as a relative weight; it scales the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     rate = min(rate, 1.0)

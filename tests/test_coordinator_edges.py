@@ -121,6 +121,7 @@ def test_a_leave_fault_stops_the_process_only_while_replies_are_collected(tmp_pa
     clock = VirtualClock(1.0)
     away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
     loop: Any = types.SimpleNamespace(
+        sums=None,
         fault_injector=FaultInjector(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, issued={}),
         run_context=types.SimpleNamespace(
             facts_at=lambda name, version: FOUR[0],

@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from coordinator.round_events import Failed
+from coordinator.round_events import Failed, Send
 from fedmq.clock import Clock
 from fedmq.config.faults import (
     ON_MESSAGES,
@@ -142,6 +142,19 @@ class FaultInjector:
                         self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
                         self._on_frames.setdefault((silo, sequence), []).append(ScheduledFault(place, fault))
+
+    def step_outcome(self, task: Send, latency: float) -> TaskOutcome:
+        """The outcome of a step of a secure sum that begins now, over links with a one-way latency [s]."""
+        silo, sequence, now = task.silo, task.sequence, self._clock.now()
+        outcome = TaskOutcome(now, 0.0, now + 2 * latency)
+        for place, fault in self.script.of_step(silo, sequence, task.base_version, self.issued[silo][1], task.stage):
+            if isinstance(fault, Drop):
+                outcome = replace(outcome, fails=FailureReason.DROPPED, sent=False)
+            if self._mark_fired(f"{place} {silo} {sequence} {task.stage}"):
+                self._log_strike(ScheduledFault(place, fault), silo, sequence, task.cause)
+                if isinstance(fault, Crash):
+                    self._command(ProcessCommand("kill", silo), fault.kind, sequence, task.cause)
+        return outcome
 
     def restart_stopped(self) -> None:
         """Restart all stopped silos, so that every silo can evaluate its personal model."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.peers import Peers
-from coordinator.rounds import PendingTask
+from coordinator.round_events import PendingTask
 from fedmq.clock import Clock
 from fedmq.storage.logs import Logger
 

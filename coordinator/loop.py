@@ -18,6 +18,7 @@ from coordinator.liveness import Absences, ReconnectThrottle, await_silos
 from coordinator.peers import Inbox, Peers, Ready, Unusable
 from coordinator.round_events import (
     Action,
+    Collect,
     Discard,
     EvaluationAborted,
     Event,
@@ -28,22 +29,25 @@ from coordinator.round_events import (
     Lost,
     Merge,
     Merged,
+    Phase,
     Send,
     SetDeadline,
+    Stage,
     StillConnected,
     Stop,
     Switched,
     WaitEnded,
 )
-from coordinator.rounds import Phase, Rounds
+from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
+from coordinator.secure_sums import Answer, SecureSums
 from coordinator.status import StatusReport
 from coordinator.timeline import EntryKind, Outcomes, Timeline, drawn_outcome, event_of, note_event
 from coordinator.updates import merge_line, merged_state, reason_of, states_in_use, text_of, validated, weighted
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
-from fedmq.federation.protocol import MergeResult, SiloFacts, State
+from fedmq.federation.protocol import MergeResult, SiloFacts, State, Update
 from fedmq.profiling import span
 from fedmq.runs.results import append_metrics
 from fedmq.runs.status import ERROR_CHARACTERS
@@ -74,6 +78,7 @@ class Loop:
     stop_silos: bool = False
     checkpoint_seconds: float = 0.0
     late_silos: Callable[[], bool] = lambda: False
+    sums: SecureSums | None = None  # of a run with secure aggregation
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
@@ -215,6 +220,10 @@ class Loop:
                 self._send(action)
             case SetDeadline(round_, after):
                 self._timeline.deadline(self.clock.now() + after, round_, action.cause)
+            case Collect():
+                assert self.sums is not None  # noqa: S101 - only its runs have further stages
+                found = self._outcomes.taken(action.replies)
+                self.sums.collect(action, found, self.states, self.counters.participations)
             case Merge():
                 self._merge(action)
             case Discard():
@@ -303,10 +312,7 @@ class Loop:
             self.counters.add_traffic("up", header.sender, message.payloads)
             self.status.received(header.sender)
             try:
-                silo = self.run_context.facts_at(header.sender, header.base_version)
-                base = self.states.get(header.base_version)
-                update = validated(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._outcomes.put(self.rounds.pending, silo.name, update.sequence, update, cause=record)
+                self._on_reply(message, record)
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
                 self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
@@ -317,6 +323,19 @@ class Loop:
             self._on_error(message, record)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
+
+    def _on_reply(self, message: Message, record: int | None) -> None:
+        """Store what a silo answers, if it fits what the silo was asked."""
+        header, pending = message.header, self.rounds.pending
+        silo, task = header.sender, pending.get(header.sender)
+        if self.sums is not None and self.sums.repeats(message, task):
+            self._outcomes.repeated(silo, header.reply_to, record)
+            return
+        outcome: Update | Answer | None = None if self.sums is None else self.sums.checked(message, task)
+        if outcome is None:
+            facts, base = self.run_context.facts_at(silo, header.base_version), self.states.get(header.base_version)
+            outcome = validated(message, self.run_context, facts, task, base)
+        self._outcomes.put(pending, silo, outcome.sequence, outcome, cause=record)
 
     def _on_error(self, message: Message, record: int | None) -> None:
         """Handle a peer's report of an error or its refusal: of a task, or of the peer itself."""
@@ -368,7 +387,7 @@ class Loop:
 
     def _fail_overdue(self) -> None:
         """Fail overdue tasks of connected silos; these silos are not selected until they reply."""
-        if self.rounds.phase is not Phase.COLLECTING:
+        if self.rounds.phase in (Phase.GATHERING, Phase.MERGING):
             return
         for task in self._limits.exceed(self._inbox.caught_up):  # judged as of then, as replies may be unread
             record = self.log.note(LogEvent.TASK_OVERDUE, peer=task.silo, sequence=task.sequence)
@@ -405,7 +424,7 @@ class Loop:
 
     def _send(self, action: Send) -> None:
         silo = self.run_context.facts_at(action.silo, action.base_version)
-        outcome = drawn_outcome(self.run_context, self.fault_injector, action, silo)
+        outcome = drawn_outcome(self.run_context, self.fault_injector, action, silo, self.sums)
         due = self._outcomes.expect(silo.name, action.sequence, self.run_context.outcome_at(silo.name, outcome))
         off = self.clock.virtual and not self.run_context.trace.on(silo.name, due)
         if off or not outcome.sent:
@@ -420,28 +439,38 @@ class Loop:
         if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
             self._absences.begin(silo.name, self.clock.stopwatch())
             return
-        payloads = self.run_context.task(self.states[action.base_version], silo)
-        info = self.run_context.task_info(action.round, self.saving.durably_committed(silo.name))
-        header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
+        kind, info = Kind.SUM, None
+        if self.sums is None or action.stage is Stage.TRAIN:
+            kind, payloads = Kind.TASK, self.run_context.task(self.states[action.base_version], silo)
+            info = self.run_context.task_info(action.round, self.saving.durably_committed(silo.name))
+        else:
+            payloads = self.sums.request(action.stage, silo.name)
+        header = self.roster.header(silo.name, kind, sequence=action.sequence, base_version=action.base_version)
         # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.issued_at), payloads, info)
         if self.roster.send(silo.name, message):
             self.counters.add_traffic("down", silo.name, payloads)
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
-            self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
+            if action.stage is Stage.TRAIN:
+                self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     @span("merge")
     def _merge(self, action: Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         now, merges = self.rounds.version, self.counters.participations
-        updates = [self._outcomes.update(reply.silo, reply.sequence) for reply in arrived]
+        merge = None if self.sums is None else self.sums.merge
+        if self.sums is None:
+            updates = [self._outcomes.update(reply.silo, reply.sequence) for reply in arrived]
+        else:
+            arrived = arrived if self.sums.complete else ()
+            updates = [self.sums.update(reply.silo) for reply in arrived]
         replies = [weighted(self.run_context, update, self.states, now, merges) for update in updates]
         if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise self._errors.failure(f"no silo could train by round {round_}; the first error was {error}")
         merged = MergeResult(self.states[self.rounds.version], {})
         if replies:
-            merged, left_out = merged_state(self.run_context, merged.state, replies, round_)
+            merged, left_out = merged_state(self.run_context, merged.state, replies, round_, merge)
             self.run_context.own_attributes.warn_of_changes(self.log.logger)
             for name in left_out:
                 self.log.note(LogEvent.REPLY_LEFT_OUT, silo=name, version=self.rounds.version, caused_by=cause)

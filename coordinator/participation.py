@@ -96,6 +96,9 @@ class RoundsPlan:
     # Number of joined silos at which the run starts; the others are selected once they have joined. None waits for all
     # silos.
     minimum: int | None = None
+    # Secure aggregation: more than this fraction of the silos that reported must answer each further step of a round;
+    # None merges the replies themselves.
+    threshold: float | None = None
 
     def __post_init__(self) -> None:
         if not self.eligible:
@@ -122,6 +125,16 @@ class RoundsPlan:
                 return min(self.buffer or math.ceil(cohort / 3), cohort)
             case "async":
                 return 1
+
+    def enough(self, version: int, have: int, selected: int, *, deadline_passed: bool) -> bool:
+        """Whether ``have`` replies suffice for a merge, in mode sync of the silos selected; after the deadline fewer
+        do.
+        """
+        wanted = self.wanted(version)
+        if self.mode != "sync":
+            return have >= (1 if deadline_passed else wanted)
+        expected = min(selected, wanted)
+        return have >= max(1, math.ceil(self.quorum * expected - 1e-9) if deadline_passed else expected)
 
 
 # --------------------------------------------------------------------------------------------------- availability

@@ -22,8 +22,10 @@ from coordinator.liveness import dismiss_all
 from coordinator.loop import Loop
 from coordinator.peers import InProcessPeers, PeerFunctions, Peers
 from coordinator.release import BestModel
-from coordinator.rounds import Phase, Rounds
+from coordinator.round_events import Phase
+from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext, largest_body, own_largest_body, run_context_of
+from coordinator.secure_sums import SecureSums
 from coordinator.sessions import Roster
 from coordinator.status import Inquiries, StatusReport
 from coordinator.summary import finish
@@ -403,7 +405,14 @@ class _Process:
             stop_silos=self.arguments.stop_silos,
             checkpoint_seconds=self.arguments.checkpoint_seconds,
             late_silos=lambda: isinstance(self.admission, OwnDataAdmission) and bool(self.admission.late),
+            sums=self._sums(run_context),
         )
+
+    def _sums(self, run_context: RunContext) -> SecureSums | None:
+        if run_context.scenario.privacy.secure_aggregation is None:
+            return None
+        assert self.accepted is not None  # noqa: S101 - the silos are processes with keys
+        return SecureSums(run_context, self.accepted, self.arguments.run.id, self.log)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, assert_never
 
 from pydantic import Field
 
 from fedmq.federation.faults import FailureReason
 from fedmq.storage.json_files import Count, Stored
+
+
+class Phase(StrEnum):
+    """Phase of a run."""
+
+    GATHERING = "gathering"  # waiting for the silos to join
+    COLLECTING = "collecting"  # tasks are pending, replies arrive
+    SHARING = "sharing"  # secure aggregation: the silos that reported share their secrets
+    MASKING = "masking"  # secure aggregation: they send their masked updates
+    REVEALING = "revealing"  # secure aggregation: they reveal what removes the masks from the sum
+    MERGING = "merging"  # a merge is in progress, including its checkpoint
+    DONE = "done"  # all rounds merged
+    STOPPED = "stopped"  # stopped early; can be resumed
 
 
 class DiscardReason(StrEnum):
@@ -18,7 +31,17 @@ class DiscardReason(StrEnum):
     DUPLICATE = "duplicate"  # its task is not pending
     LATE = "late"  # its round is already merged
     SURPLUS = "surplus"  # its round was merged with enough other replies
+    INCOMPLETE = "incomplete"  # too few silos answered a step of its round's secure sum
     STALE = "stale"  # staleness above the limit
+
+
+class Stage(StrEnum):
+    """What a silo's pending task waits for: training, or a step of a secure sum."""
+
+    TRAIN = "train"  # local training; in a secure sum its reply has no update
+    SHARE = "share"  # shares of the silo's secrets, sealed for the other silos that reported
+    MASK = "mask"  # the masked update
+    REVEAL = "reveal"  # its shares of the secrets that the sum needs
 
 
 # --------------------------------------------------------------------------------------------------- events in
@@ -125,6 +148,19 @@ Event = (
 )
 
 
+def silos_of(event: Event) -> tuple[str, ...]:
+    """The silos that an event names."""
+    match event:
+        case StillConnected(silos):
+            return silos
+        case Joined() | Lost() | Switched() | Arrived() | Failed() | Expelled():
+            return (event.silo,)
+        case Deadline() | Merged() | Stop() | WaitEnded() | EvaluationAborted():
+            return ()
+        case _:
+            assert_never(event)
+
+
 # --------------------------------------------------------------------------------------------------- actions out
 @dataclass(frozen=True, kw_only=True)
 class _Action:
@@ -141,6 +177,16 @@ class Send(_Action):
     sequence: int
     base_version: int
     round: int
+    stage: Stage = Stage.TRAIN
+
+
+@dataclass(frozen=True)
+class Collect(_Action):
+    """Continue a secure sum with these replies of a stage; without any it has ended."""
+
+    round: int
+    stage: Stage
+    replies: tuple[Arrived, ...]
 
 
 @dataclass(frozen=True)
@@ -173,10 +219,20 @@ class Finish(_Action):
     """All rounds are merged; no more tasks are sent."""
 
 
-Action = Send | SetDeadline | Merge | Discard | Finish
+Action = Send | Collect | SetDeadline | Merge | Discard | Finish
 
 
 # --------------------------------------------------------------------------------------------------- stored
+@dataclass(frozen=True)
+class PendingTask:
+    """A task without an outcome yet."""
+
+    sequence: int
+    base_version: int
+    round: int
+    stage: Stage = Stage.TRAIN
+
+
 class RoundsRecord(Stored):
     """The rounds machine between two rounds."""
 

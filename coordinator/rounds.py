@@ -8,16 +8,15 @@ table's diagram.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, assert_never
+from typing import Any
 
 from coordinator.participation import RoundsPlan
 from coordinator.round_events import (
     Action,
     Arrived,
+    Collect,
     Deadline,
     Discard,
     DiscardReason,
@@ -30,38 +29,24 @@ from coordinator.round_events import (
     Lost,
     Merge,
     Merged,
+    PendingTask,
+    Phase,
     RoundsRecord,
     Send,
     SetDeadline,
+    Stage,
     StillConnected,
     Stop,
     Switched,
     WaitEnded,
+    silos_of,
 )
 from fedmq.errors import FedmqError
-
-
-class Phase(StrEnum):
-    """Phase of a run."""
-
-    GATHERING = "gathering"  # waiting for the silos to join
-    COLLECTING = "collecting"  # tasks are pending, replies arrive
-    MERGING = "merging"  # a merge is in progress, including its checkpoint
-    DONE = "done"  # all rounds merged
-    STOPPED = "stopped"  # stopped early; can be resumed
+from fedmq.wire.secure_sum import needed
 
 
 class IllegalEventError(FedmqError):
     """An event is illegal in the present phase; the machine is unchanged."""
-
-
-@dataclass(frozen=True)
-class PendingTask:
-    """A task without an outcome yet."""
-
-    sequence: int
-    base_version: int
-    round: int
 
 
 #: The next machine, and the actions to carry out.
@@ -90,6 +75,8 @@ class Rounds:
     failed: frozenset[str] = frozenset()  # silos whose task of this version failed
     sequences: Mapping[str, int] = field(default_factory=dict)  # number of the last task, by silo
     losses: Mapping[str, float] = field(default_factory=dict)  # last-known training loss, by silo
+    least: int = 0  # secure aggregation: silos that have to answer each step
+    summed: Mapping[str, int] = field(default_factory=dict)  # task numbers of the silos that were asked in this step
     deadline_set: bool = False  # whether the deadline of the present merge is scheduled
     deadline_passed: bool = False  # whether it has passed
     last: bool = False  # no further rounds are wanted
@@ -105,7 +92,7 @@ class Rounds:
         transition = TABLE[self.phase].get(type(event))
         if transition is None:
             raise IllegalEventError(f"{type(event).__name__} is not allowed while {self.phase}")
-        for silo in _silos_of(event):
+        for silo in silos_of(event):
             if silo not in self.plan.silos:
                 raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
         after, actions = transition.change(self, event)
@@ -159,6 +146,13 @@ class Rounds:
         if (reason := self._discard_reason(task)) is not None:
             return received, (Discard(event.silo, event.sequence, reason),)
         return replace(received, arrived={**self.arrived, event.silo: event.sequence}), ()
+
+    def answer(self, event: Arrived) -> Step:
+        """Keep an answer in a step of a secure sum; discard a late reply to the training before it."""
+        task = self._task_of(event)
+        if task is None or task.stage is Stage.TRAIN:
+            return self.arrive_late(event)
+        return replace(self._answered(event), arrived={**self.arrived, event.silo: event.sequence}), ()
 
     def arrive_late(self, event: Arrived) -> Step:
         """Discard a reply after the last merge."""
@@ -222,8 +216,14 @@ class Rounds:
 
         The same task has the same number: a silo that has done it already repeats its reply or the same training.
         """
-        found = ((silo, self.pending[silo]) for silo in silos if silo in self.pending)
-        return tuple(Send(silo, task.sequence, task.base_version, task.round) for silo, task in found)
+        found = [(silo, self.pending[silo]) for silo in silos if silo in self.pending]
+        # A silo keeps its update in memory until the sum: before that step it may have to train again.
+        stages = {Stage.MASK: (Stage.TRAIN, Stage.MASK)}
+        return tuple(
+            Send(silo, task.sequence, task.base_version, task.round, stage)
+            for silo, task in found
+            for stage in stages.get(task.stage, (task.stage,))
+        )
 
     # ------------------------------------------------------------------------------------------- ways into a phase
     @property
@@ -260,8 +260,41 @@ class Rounds:
 
     def merge(self) -> Step:
         """Merge the replies in the fixed order of the silos."""
-        replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
-        return self, (Merge(self.version, replies),)
+        return self, (Merge(self.version, self._in_order(self.arrived)),)
+
+    def _in_order(self, replies: Mapping[str, int]) -> tuple[Arrived, ...]:
+        return tuple(Arrived(silo, replies[silo]) for silo in self.plan.silos if silo in replies)
+
+    # ------------------------------------------------------------------------------------------- secure aggregation
+    @property
+    def answered(self) -> bool:
+        """Whether a step of a secure sum is over: no silo is still to answer it."""
+        return not any(task.stage is not Stage.TRAIN for task in self.pending.values())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a step is over with enough answers for the next one."""
+        return self.answered and len(self.arrived) >= self.least
+
+    def asked(self, done: Stage, stage: Stage) -> Step:
+        """Ask the silos that answered a step for the next one."""
+        replies = self._in_order(self.arrived)
+        tasks = {each.silo: PendingTask(each.sequence, self.version, self.version, stage) for each in replies}
+        sends = [Send(silo, task.sequence, task.base_version, task.round, stage) for silo, task in tasks.items()]
+        least = needed(len(replies), self.plan.threshold or 0.0) if done is Stage.TRAIN else self.least
+        after = replace(self, arrived={}, summed=self.arrived, least=least, pending={**self.pending, **tasks})
+        return after, (Collect(self.version, done, replies), *sends)
+
+    def merge_sum(self) -> Step:
+        """Merge the sum."""
+        revealed = Collect(self.version, Stage.REVEAL, self._in_order(self.arrived))
+        return self, (revealed, Merge(self.version, self._in_order(self.summed)))
+
+    def merge_nothing(self) -> Step:
+        """End the round without a merge, because too few silos answered a step."""
+        reason, answers = DiscardReason.INCOMPLETE, self._in_order(self.arrived)
+        discards = (Discard(each.silo, each.sequence, reason) for each in answers)
+        return self, (*discards, Collect(self.version, Stage.REVEAL, ()), Merge(self.version, ()))
 
     @property
     def gathered(self) -> bool:
@@ -274,7 +307,8 @@ class Rounds:
 
     def _cleared(self) -> Rounds:
         """The machine without the fields of the current version."""
-        return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
+        cleared = replace(self, cohort=(), arrived={}, failed=frozenset(), least=0, summed={})
+        return replace(cleared, deadline_set=False, deadline_passed=False)
 
     def select(self) -> Step:
         """Select silos and send tasks: a cohort per round (sync), or up to a cohort at any time (other modes)."""
@@ -305,11 +339,7 @@ class Rounds:
     @property
     def _has_enough_replies(self) -> bool:
         """Whether enough replies have arrived for a merge; after the deadline fewer suffice."""
-        plan, have, wanted = self.plan, len(self.arrived), self.plan.wanted(self.version)
-        if plan.mode != "sync":
-            return have >= (1 if self.deadline_passed else wanted)
-        expected = min(len(self.cohort), wanted)
-        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.deadline_passed else expected)
+        return self.plan.enough(self.version, len(self.arrived), len(self.cohort), deadline_passed=self.deadline_passed)
 
     @property
     def stalled(self) -> bool:
@@ -349,23 +379,12 @@ class Rounds:
             last=record.last,
             gone=gone,
             awaited=frozenset() if plan.minimum is None else frozenset(plan.silos) - gone,
-            pending={silo: PendingTask(*task) for silo, task in record.pending.items()},
+            pending={
+                silo: PendingTask(number, base, round_) for silo, (number, base, round_) in record.pending.items()
+            },
             sequences=dict(record.sequences),
             losses=dict(record.losses),
         )
-
-
-def _silos_of(event: Event) -> tuple[str, ...]:
-    """The silos that an event names."""
-    match event:
-        case StillConnected(silos):
-            return silos
-        case Joined() | Lost() | Switched() | Arrived() | Failed() | Expelled():
-            return (event.silo,)
-        case Deadline() | Merged() | Stop() | WaitEnded() | EvaluationAborted():
-            return ()
-        case _:
-            assert_never(event)
 
 
 @dataclass(frozen=True)
@@ -402,7 +421,14 @@ _STARTS = (
     Exit(lambda rounds: rounds.gathered and not rounds.over, Phase.COLLECTING, Rounds.begin),
     Exit(lambda rounds: rounds.gathered and rounds.over, Phase.DONE, Rounds.end),
 )
-_MERGES = (Exit(lambda rounds: rounds.ready, Phase.MERGING, Rounds.merge),)
+_MERGES = (
+    Exit(
+        lambda rounds: rounds.ready and bool(rounds.arrived and rounds.plan.threshold),
+        Phase.SHARING,
+        lambda rounds: rounds.asked(Stage.TRAIN, Stage.SHARE),
+    ),
+    Exit(lambda rounds: rounds.ready, Phase.MERGING, Rounds.merge),
+)
 _CONTINUES = (
     Exit(lambda rounds: not rounds.over, Phase.COLLECTING, Rounds.next_round),
     Exit(lambda rounds: rounds.over, Phase.DONE, Rounds.finish),
@@ -417,6 +443,25 @@ _AFTER_THE_END: Mapping[type[Event], Transition] = {
     Deadline: Transition(Rounds.same),
     Stop: Transition(Rounds.same),
 }
+
+
+def _step_of_sum(to: Phase, enter: Callable[[Rounds], Step]) -> Mapping[type[Event], Transition]:
+    """The row of a step of a secure sum, which ends with the last answer or failure."""
+    exits = (
+        Exit(lambda rounds: rounds.goes_on, to, enter),
+        Exit(lambda rounds: rounds.answered, Phase.MERGING, Rounds.merge_nothing),
+    )
+    return {
+        Joined: Transition(Rounds.join),
+        Lost: Transition(Rounds.lose),
+        Switched: Transition(Rounds.switch),
+        Expelled: Transition(Rounds.expel),
+        Arrived: Transition(Rounds.answer, exits),
+        Failed: Transition(Rounds.fail_late, exits),
+        Deadline: Transition(Rounds.same),
+        Stop: _STOP,
+    }
+
 
 #: The whole truth about phases: the events that are legal in each, what they change, and where they lead.
 TABLE: Mapping[Phase, Mapping[type[Event], Transition]] = {
@@ -439,6 +484,9 @@ TABLE: Mapping[Phase, Mapping[type[Event], Transition]] = {
         Deadline: Transition(Rounds.pass_deadline, _MERGES),
         Stop: _STOP,
     },
+    Phase.SHARING: _step_of_sum(Phase.MASKING, lambda rounds: rounds.asked(Stage.SHARE, Stage.MASK)),
+    Phase.MASKING: _step_of_sum(Phase.REVEALING, lambda rounds: rounds.asked(Stage.MASK, Stage.REVEAL)),
+    Phase.REVEALING: _step_of_sum(Phase.MERGING, Rounds.merge_sum),
     Phase.MERGING: {
         Joined: Transition(Rounds.join),
         Lost: Transition(Rounds.lose),

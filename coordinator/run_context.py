@@ -147,6 +147,7 @@ class RunContext:
             if any(self.protocol.eligible(state) for state in self.script.phases(silo, self.scenario.rounds))
         )
         samples = {silo.name: self.samples[silo.index] for silo in silos}
+        secure = self.scenario.privacy.secure_aggregation
         patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
         return RoundsPlan(
             seed=self.scenario.seed,
@@ -163,6 +164,7 @@ class RunContext:
             max_staleness=aggregation.max_staleness,
             first_round_selects_all=self.traits.first_round_selects_all,
             minimum=participation.minimum,
+            threshold=None if secure is None else secure.threshold,
         )
 
     @cached_property
@@ -267,6 +269,10 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     check_robust(run_context)
+    if scenario.privacy.secure_aggregation is not None and not run_context.traits.adds_sum:
+        able = [name for name in protocols.names() if protocols.default_traits(name).adds_sum]
+        found = f"with {scenario.protocol.label}, whose merge is more than a weighted sum of the updates"
+        raise InputError("privacy.secure_aggregation", found, f"null, or a method of {', '.join(able)}")
     return run_context, model.flat.detach().clone()
 
 

@@ -45,7 +45,7 @@ _ALLOWED = f"one message for each request, {MESSAGES} more at once, then one per
 #: What a peer may send before it has joined.
 _BEFORE_JOINING = (Kind.HEARTBEAT, Kind.STATEMENT, Kind.AGREEMENT, Kind.ERROR)
 #: The coordinator's messages that a peer answers, but cannot cause to be sent.
-_REQUESTS = (Kind.TASK, Kind.EVALUATE, Kind.EVALUATE_SILO)
+_REQUESTS = (Kind.TASK, Kind.SUM, Kind.EVALUATE, Kind.EVALUATE_SILO)
 
 
 def _bytes_of(frames: Sequence[memoryview]) -> int:

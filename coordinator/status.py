@@ -13,7 +13,8 @@ from coordinator.data_admission import Admission, OwnDataAdmission
 from coordinator.evaluation import EvaluationRequests
 from coordinator.liveness import TaskLimits
 from coordinator.peers import Peers
-from coordinator.rounds import Phase, Rounds
+from coordinator.round_events import Phase
+from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.config.run_id import KeyDigests, keys_in, named, without_machine

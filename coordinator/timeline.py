@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from coordinator.counters import Counters
 from coordinator.faults import FaultInjector
 from coordinator.participation import Trace
-from coordinator.round_events import Arrived, Deadline, Discard, DiscardReason, Event, Failed, Send, Switched
-from coordinator.rounds import PendingTask
+from coordinator.round_events import (
+    Arrived,
+    Deadline,
+    Discard,
+    DiscardReason,
+    Event,
+    Failed,
+    PendingTask,
+    Send,
+    Stage,
+    Switched,
+)
 from coordinator.run_context import RunContext
+from coordinator.secure_sums import Answer, SecureSums
 from fedmq.clock import Clock
 from fedmq.federation.faults import FailureReason, TaskOutcome
 from fedmq.federation.protocol import SiloFacts, Update
@@ -89,7 +100,7 @@ class Timeline:
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: TimelineEntry, outcome: Update | Failed | None, trace: Trace) -> Event:
+def event_of(entry: TimelineEntry, outcome: Update | Answer | Failed | None, trace: Trace) -> Event:
     """Convert a due entry to an event of the rounds machine; ``outcome`` is that of an arrival."""
     match entry.kind:
         case EntryKind.DEADLINE:
@@ -118,8 +129,12 @@ def note_event(
     )
 
 
-def drawn_outcome(run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts) -> TaskOutcome:
-    """The outcome of a new task, according to the cost model and the scenario's faults."""
+def drawn_outcome(
+    run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts, sums: SecureSums | None
+) -> TaskOutcome:
+    """The outcome of a new task or step, according to the cost model and the scenario's faults."""
+    if sums is not None and task.stage is not Stage.TRAIN:
+        return sums.outcome(task, fault_injector)
     work = run_context.cost.duration(silo.name, task.sequence, run_context.samples[silo.index])
     outcome = fault_injector.outcome(silo.name, task.sequence, task.base_version, work, task.cause)
     if run_context.protocol.eligible(silo):
@@ -144,7 +159,7 @@ class Outcomes:
         self.due = due
         self._silos, self._clock, self._timeline = silos, clock, timeline
         self._fault_injector, self._log, self._counters = fault_injector, log, counters
-        self._stored: dict[tuple[str, int], Update | Failed] = {}
+        self._stored: dict[tuple[str, int], Update | Answer | Failed] = {}
         self._causes: dict[tuple[str, int], int | None] = {}
 
     def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
@@ -162,7 +177,7 @@ class Outcomes:
                 self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
         return self.due[silo]
 
-    def get(self, silo: str, sequence: int) -> Update | Failed | None:
+    def get(self, silo: str, sequence: int) -> Update | Answer | Failed | None:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
 
@@ -182,6 +197,13 @@ class Outcomes:
         assert isinstance(outcome, Update)  # noqa: S101 - the rounds machine merges no failed tasks
         return outcome
 
+    def taken(self, replies: Sequence[Arrived]) -> dict[str, Update | Answer]:
+        """The replies of a stage of a secure sum, which is over: its tasks have other outcomes in the next one."""
+        found = {reply.silo: self.get(reply.silo, reply.sequence) for reply in replies}
+        for reply in replies:
+            self.remove(reply.silo, reply.sequence)
+        return {name: each for name, each in found.items() if isinstance(each, Update | Answer)}
+
     def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
         """Whether a task is pending and has no outcome yet."""
         task = pending.get(silo)
@@ -192,7 +214,7 @@ class Outcomes:
         pending: Mapping[str, PendingTask],
         silo: str,
         sequence: int,
-        outcome: Update | Failed,
+        outcome: Update | Answer | Failed,
         after: float | None = None,
         *,
         cause: int | None,
@@ -202,15 +224,20 @@ class Outcomes:
         ``after`` is its delay on a wall clock [s]; None for that of the scenario's faults.
         """
         if not self.is_open(pending, silo, sequence):
-            # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
-            reason = DiscardReason.DUPLICATE
-            self._counters.discarded[reason] += 1
-            self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
+            # The task is merged or given up, or its first outcome is waiting on the timeline.
+            self.repeated(silo, sequence, cause)
             return
         self._stored[silo, sequence], self._causes[silo, sequence] = outcome, cause
         if not self._clock.virtual:
+            after = 0.0 if isinstance(outcome, Answer) else after
             at = self._clock.now() + (self._fault_injector.delay(silo) if after is None else after)
             self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
+
+    def repeated(self, silo: str, sequence: int | None, cause: int | None) -> None:
+        """Note an outcome that does not count, because another one of its task or step does."""
+        reason = DiscardReason.DUPLICATE
+        self._counters.discarded[reason] += 1
+        self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
 
     def remove(self, silo: str, sequence: int) -> None:
         """The outcome of a silo's pending task has been handled."""

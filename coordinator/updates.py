@@ -7,14 +7,14 @@ Pure computation; the loop does all waiting, sending and writing. A refused repl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from coordinator.rounds import PendingTask
+from coordinator.round_events import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError, RunError
@@ -40,6 +40,7 @@ from fedmq.wire.payloads import (
     PartialDelta,
     Payload,
     Refusal,
+    UpdateReport,
 )
 from protocols.parts.missing_branch import completed, layers_of, trainable
 from protocols.parts.robust import robust_replies
@@ -86,6 +87,8 @@ def validated(
         detail = f"base version {header.base_version}, the task had {pending_task.base_version}"
         raise RemoteWireError("unexpected", detail)
     uploads, samples = run_context.protocol.uploads(silo), run_context.samples[silo.index]
+    if run_context.scenario.privacy.secure_aggregation is not None:
+        uploads = uploads - {Delta} | {UpdateReport}
     traits, context, theta = run_context.traits, run_context.context, None if base is None else base.theta
     layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
@@ -143,6 +146,8 @@ def check_reply(
         if isinstance(payload, Delta | PartialDelta):
             _check_update(payload, context, sent, samples)
             _check_length(payload, theta)
+        elif isinstance(payload, UpdateReport):
+            _check_samples(payload, samples)
         elif isinstance(payload, DiscriminatorDelta):
             _check_change(payload, samples)
             _check_length(payload, theta)
@@ -165,13 +170,18 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, expected {size}")
 
 
-def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
-    """Check any change of parameters: number of samples and largest value."""
+def _check_samples(payload: Delta | PartialDelta | DiscriminatorDelta | UpdateReport, samples: int | None) -> None:
+    """Check an update's number of samples."""
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
     if samples is not None and payload.n_samples > samples:
         # Merges weight by this number: with a false one a silo could dominate the model.
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
+
+
+def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
+    """Check any change of parameters: number of samples and largest value."""
+    _check_samples(payload, samples)
     if payload.largest > LARGEST:
         raise ImplausibleError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}{_CAUSE}")
 
@@ -265,9 +275,13 @@ def _modality_weight(update: Update, weight: float, unpaired: Literal["ignored",
 
 
 def merged_state(
-    run_context: RunContext, state: State, replies: Sequence[Update], round_: int
+    run_context: RunContext,
+    state: State,
+    replies: Sequence[Update],
+    round_: int,
+    merge: Callable[[State, Sequence[Update], int], MergeResult] | None = None,
 ) -> tuple[MergeResult, tuple[str, ...]]:
-    """Aggregate replies into the method's next state.
+    """Aggregate replies into the method's next state; ``merge`` is that of a secure sum, None the method's own.
 
     Returns:
         The new state with the method's log values, and the silos excluded by the scenario's robust rule. If the rule
@@ -281,7 +295,7 @@ def merged_state(
     if aggregation.robust.rule != "none":
         kept = robust_replies(replies, aggregation.robust, run_context.context.layout, unprotected.append)
     left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
-    merged = run_context.protocol.merge(state, kept, round_)
+    merged = (merge or run_context.protocol.merge)(state, kept, round_)
     # In async mode a merge has one reply, so its damping factor cannot act as a relative weight; it scales the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     rate = min(rate, 1.0)

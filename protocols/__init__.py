@@ -92,10 +92,15 @@ def summary(name: str) -> str:
     return _first_line(METHODS.module(name))
 
 
+def default_traits(name: str) -> Traits:
+    """The traits of a method with its default options."""
+    kind = load(name)
+    return kind.traits_of(options_of(kind, {}))
+
+
 def unpaired(name: str) -> str:
     """What a method, with its default options, does with a paired silo's items that lack a modality."""
-    kind = load(name)
-    return str(kind.traits_of(options_of(kind, {})).unpaired)
+    return str(default_traits(name).unpaired)
 
 
 def losses() -> tuple[str, ...]:

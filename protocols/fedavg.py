@@ -23,7 +23,9 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
@@ -122,8 +124,23 @@ class FedAvg(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the average of the updates, weighted by :meth:`weights`."""
-        theta, _ = self.averaged(state.theta, replies)
+        theta, weights = self.averaged(state.theta, replies)
+        return self.merged(theta, replies, weights, state=state)
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """The weights of :meth:`merge`, in a secure sum."""
+        weights, renorm = self.weights(replies), self.options.branch_renorm
+        rows = aggregation.branch_rows(replies, weights, self.branches, renorm)
+        return WeightedSum(weights, rows, renorm is True, partial(self.merged, state=state))
+
+    def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
+        """The result of a merge from its parameters [P], its replies and their weights float64 [M]."""
         return MergeResult(State(theta, state.tensors, state.values))
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """Its merge adds a weighted sum, except without conflicts; a subclass with another merge says otherwise."""
+        return Traits(adds_sum=options.branch_renorm != "conflict_free")
 
     def averaged(self, theta: Tensor, replies: Sequence[Update]) -> tuple[Tensor, Tensor]:
         """The parameters [P] after a merge, and the replies' weights float64 [M]."""
@@ -192,9 +209,8 @@ class AnchoredFedAvg(FedAvg):
             return super().work(local, task)
         return self.anchoring.work(local, task)
 
-    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
-        """Average the updates and, with the same weights, the prototypes."""
-        theta, weights = self.averaged(state.theta, replies)
+    def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
+        """The average of the updates and, with the same weights, of the prototypes."""
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 
 

@@ -11,6 +11,7 @@ eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from fedmq.federation.protocol import (
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.seeds import torch_generator
@@ -101,6 +103,17 @@ def local_loss(
         ]
         terms.append(prototype_regulariser(pairs, options.lambda_a))
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """The weights of a merge, and what the coordinator's state becomes with them."""
+
+    weights: Tensor  # float64 [M], sum 1
+    statistics: Statistics  # of the M replies
+    kept: Mapping[str, Tensor]  # tables, fairness tensors and personal weights
+    adam: router.Adam
+    log: Mapping[str, float]
 
 
 class Rcsr(FederatedProtocol):
@@ -190,7 +203,9 @@ class Rcsr(FederatedProtocol):
         """RCSR-p gives silos personal adapters; without anchors and regulariser, nothing trains on unpaired items."""
         anchored, aligned = options.anchor and options.lambda_anc > 0, options.client_align and options.lambda_a > 0
         return Traits(
-            personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
+            personalised=options.personal != "none",
+            unpaired="anchored" if anchored or aligned else "ignored",
+            adds_sum=options.anchor != "multi" and options.branch_renorm != "conflict_free",
         )
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
@@ -280,8 +295,19 @@ class Rcsr(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
-        options, tensors = self.options, state.tensors
-        statistics = self._read(replies)
+        routed, renorm = self._weighed(state, replies, round_), self.options.branch_renorm
+        theta = aggregation.merge_updates(state.theta, replies, routed.weights, self.branches, renorm)
+        return self._merged(theta, replies, routed.weights, state=state, round_=round_, routed=routed)
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the tables either."""
+        weights, renorm = self._weighed(state, replies, round_).weights, self.options.branch_renorm
+        rows = aggregation.branch_rows(replies, weights, self.branches, renorm)
+        return WeightedSum(weights, rows, renorm is True, partial(self._merged, state=state, round_=round_))
+
+    def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> _Routed:
+        """The weights of the replies, and what the router, q and the tables become with them."""
+        options, tensors, statistics = self.options, state.tensors, self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         table = aggregation.updated_table(
             tensors,
@@ -294,7 +320,6 @@ class Rcsr(FederatedProtocol):
                 "table_losses": list(statistics.losses),
             },
         )
-
         pool = self._pool(table, replies, statistics, round_)
         weights, within, adam, log = self._routed_weights(state, replies, *pool)
         minimax: Mapping[str, Tensor] = {}
@@ -302,8 +327,23 @@ class Rcsr(FederatedProtocol):
             minimax, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
             weights = fairness.fused_weights(weights, minimax["fair_log_q"][rows])
         weights = aggregation.damped_of(weights, replies)
+        kept = {**table, **minimax, **self._personal_weights(tensors, rows, *within)}
+        return _Routed(weights, statistics, kept, adam, log)
 
-        theta = aggregation.merge_updates(state.theta, replies, weights, self.branches, options.branch_renorm)
+    def _merged(
+        self,
+        theta: Tensor,
+        replies: Sequence[Update],
+        weights: Tensor,
+        *,
+        state: State,
+        round_: int,
+        routed: _Routed | None = None,
+    ) -> MergeResult:
+        """The result of a merge from its parameters, replies and weights; in a secure sum, of the silos in it alone."""
+        options, tensors = self.options, state.tensors
+        routed = routed or self._weighed(state, replies, round_)
+        statistics, adam, log = routed.statistics, routed.adam, dict(routed.log)
         averages = prototypes.updated(
             tensors,
             router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
@@ -322,9 +362,7 @@ class Rcsr(FederatedProtocol):
             many = centroids.updated(tensors, replies, round_, self.context.max_age)
             log["centroids"] = centroids.known(many)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
-        personal = self._personal_weights(tensors, rows, *within)
-        kept = {**tensors, **table, **averages, **minimax, **stepped, **personal, **many}
-        return MergeResult(State(theta, kept, values), log)
+        return MergeResult(State(theta, {**tensors, **routed.kept, **averages, **stepped, **many}, values), log)
 
     def _routed_weights(
         self, state: State, replies: Sequence[Update], pool: Statistics, where: Tensor

@@ -40,7 +40,8 @@ from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
 from fedmq.wire.transports.shared_connections import Branch, beat_patience
 from silos.personal_state import StateNotes, StateStore
-from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to
+from silos.program import KEPT_MODELS, AgreedSchedule, ReadySilo, reply_to, secure_sums_of
+from silos.secure_sums import SecureSums
 from silos.tasks import Silo, SiloArguments, Slots, slots_folder
 
 #: Silos whose datasets a host keeps in memory: those that ran last.
@@ -76,6 +77,7 @@ class _Member:
     log: MessageLog
     notes: StateNotes
     logger: Logger
+    sums: SecureSums | None
     agreed: AgreedSchedule | None = None
     sent_at: float = 0.0
 
@@ -113,7 +115,9 @@ class Host:
             patience=beat_patience(self.arguments.most),
             deliver=deliver,
         )
-        self.members[name] = _Member(log, StateNotes(StateStore(folder.silo_state(name)), log), logger)
+        notes = StateNotes(StateStore(folder.silo_state(name)), log)
+        sums = secure_sums_of(arguments, identity, self.accepted, log)
+        self.members[name] = _Member(log, notes, logger, sums)
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)
         return channel
@@ -190,10 +194,10 @@ def _answer(host: Host, name: str, message: Message, slots: Slots, joined: Calla
         joined()
     elif message.header.kind is Kind.ERROR:
         raise_refused(message, name)
-    elif message.header.kind in (Kind.TASK, Kind.EVALUATE):
+    elif message.header.kind in (Kind.TASK, Kind.SUM, Kind.EVALUATE):
         silo = host.silo(name)
         member.agreed = member.agreed or AgreedSchedule(host.arguments.silo.run, silo.protocol.traits(), member.log)
-        ready = ReadySilo(silo, member.agreed, member.notes)
+        ready = ReadySilo(silo, member.agreed, member.notes, member.sums)
         with party(name):
             reply_to(host.channels.channels[name], ready, slots, message, member.logger)
         release_unused_gpu_memory()  # memory of a failed task

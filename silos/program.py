@@ -40,9 +40,10 @@ from fedmq.wire.layout import agree
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
-from fedmq.wire.payloads import Error, Model, Payload, sizes
+from fedmq.wire.payloads import Error, Model, Payload, SealedShares, sizes
 from fedmq.wire.sessions import keep_buffers
 from silos.personal_state import StateNotes
+from silos.secure_sums import SecureSums
 from silos.tasks import FailureReporter, Silo, SiloArguments, Slots, slots_folder
 
 #: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
@@ -73,7 +74,8 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
-        ready = None if start.silo is None else ReadySilo.of(start.silo, arguments.run, log)
+        sums = secure_sums_of(arguments, identity, accepted, log)
+        ready = None if start.silo is None else ReadySilo.of(start.silo, arguments.run, log, sums)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
         receive = begin(link, logger, start.data, uri=arguments.connect, samples=start.samples, **start.held)
@@ -86,13 +88,13 @@ def run_silo(
             with end_reported(link):
                 match message.header.kind:
                     case Kind.AGREEMENT:
-                        ready = ready or ReadySilo.of(start.agreed(message), arguments.run, log)
+                        ready = ready or ReadySilo.of(start.agreed(message), arguments.run, log, sums)
                         confirm(link, message)
                     case Kind.LAYOUT if ready is not None:
                         agree(message.layout, ready.silo.context.layout)
                         logger.info("joined")
                         joined()
-                    case Kind.TASK | Kind.EVALUATE | Kind.EVALUATE_SILO if ready is not None:
+                    case Kind.TASK | Kind.SUM | Kind.EVALUATE | Kind.EVALUATE_SILO if ready is not None:
                         reply_to(link, ready, slots, message, logger)
                         release_unused_gpu_memory()  # memory of a failed task
                         ready.notes.after_task(message.header.sequence, message.task.committed if message.task else 0)
@@ -143,6 +145,7 @@ class AgreedSchedule:
         self._tasks: dict[int, tuple[int, _Contents]] = {}
         self._models: dict[tuple[int, int], str] = {}  # of tasks, by version and size, as a method may send a part
         self._evaluated: dict[tuple[Kind, int], set[_Contents]] = {}
+        self._sums: dict[tuple[int, str], str] = {}  # of secure sums, by version and kind of payload
         self._repeated = 0
         for _, record in read_log(log.path):
             if isinstance(record, MessageRecord) and record.action == "received" and record.header.run == run.id:
@@ -168,6 +171,10 @@ class AgreedSchedule:
         """What of a request the scenario does not have; None if it may have it."""
         scenario, header, task = self._scenario, message.header, message.task
         version, rounds = header.base_version, scenario.rounds
+        if header.kind is Kind.SUM and scenario.privacy.secure_aggregation is None:
+            return "a step of a secure sum, which the scenario does not have"
+        if header.kind is Kind.SUM and self._tasks.get(version, (0,))[0] != header.sequence:
+            return f"a step of a secure sum of version {version} without this silo's task"
         if header.kind is Kind.EVALUATE and not self._traits.personalised:
             return f"an evaluation of a personal model, which {scenario.protocol.label} has none of"
         if header.kind is Kind.EVALUATE_SILO and not (
@@ -197,6 +204,11 @@ class AgreedSchedule:
                 return f"a second task of round {version} with other content: the silo answers one; {_NEW_RUN}"
             self._models |= models
             return None
+        if header.kind is Kind.SUM:
+            for kind, _, content in contents:
+                if kind != SealedShares.KIND and self._sums.setdefault((version, kind), content) != content:
+                    return f"other {kind} of version {version} than before: the silo takes part in one sum; {_NEW_RUN}"
+            return None
         if header.kind not in (Kind.EVALUATE, Kind.EVALUATE_SILO):
             return None
         if not self._traits.model_per_silo and any(self._models.get(at, one) != one for at, one in models.items()):
@@ -218,11 +230,31 @@ class ReadySilo:
     silo: Silo
     agreed: AgreedSchedule  # what its coordinator may ask of it
     notes: StateNotes  # notes in its log about its personal state
+    sums: SecureSums | None = None  # its part in secure sums; None without them
 
     @classmethod
-    def of(cls, silo: Silo, run: ResolvedRun, log: MessageLog) -> ReadySilo:
+    def of(cls, silo: Silo, run: ResolvedRun, log: MessageLog, sums: SecureSums | None) -> ReadySilo:
         """The silo of a run with its log."""
-        return cls(silo, AgreedSchedule(run, silo.protocol.traits(), log), StateNotes(silo.store, log))
+        return cls(silo, AgreedSchedule(run, silo.protocol.traits(), log), StateNotes(silo.store, log), sums)
+
+    def respond(self, message: Message) -> tuple[Payload, ...]:
+        """The payloads of the answer to a message that was agreed on; in a run with secure sums without its update."""
+        header, layout = message.header, self.silo.context.layout
+        if self.sums is not None and header.kind is Kind.SUM:
+            return self.sums.respond(message, layout)
+        payloads = self.silo.respond(message)
+        if self.sums is None or header.kind is not Kind.TASK:
+            return payloads
+        return self.sums.withhold(header.base_version, payloads, layout, self.silo.facts)
+
+
+def secure_sums_of(
+    arguments: SiloArguments, identity: Identity, accepted: Accepted, log: MessageLog
+) -> SecureSums | None:
+    """A silo's part in secure sums; None if the scenario has none."""
+    if arguments.scenario.privacy.secure_aggregation is None:
+        return None
+    return SecureSums(arguments.run, identity, accepted, arguments.keys, arguments.out, log)
 
 
 @dataclass(frozen=True)
@@ -280,6 +312,15 @@ def _silo(arguments: SiloArguments, identity: Identity, population: Population) 
     return silo
 
 
+#: What a silo does on a request, and has done, for its operator.
+_DOES = {
+    Kind.TASK: ("training", "trained"),
+    Kind.SUM: ("summing", "took part in a secure sum"),
+    Kind.EVALUATE: ("evaluating", "evaluated the personal model"),
+    Kind.EVALUATE_SILO: ("evaluating", "evaluated the shared model"),
+}
+
+
 def reply_to(
     link: Channel,
     ready: ReadySilo,
@@ -294,8 +335,8 @@ def reply_to(
     try:
         ready.agreed.check(message)
         with slots.one():
-            logger.debug("training" if header.kind is Kind.TASK else "evaluating", **what)
-            payloads = silo.respond(message)
+            logger.debug(_DOES[header.kind][0], **what)
+            payloads = ready.respond(message)
             release_unused_gpu_memory()  # before the slot is released to the next silo
         silo.disk_queue.settle()  # without the slot, which the next silo computes in meanwhile
     except fatal:
@@ -314,8 +355,6 @@ def reply_to(
     number, base = header.sequence, header.base_version
     kind = Kind.SILO_RESULT if header.kind is Kind.EVALUATE_SILO else Kind.REPLY
     link.send(kind, payloads, sequence=number, reply_to=number, base_version=base)
-    personal = "evaluated the personal model" if header.kind is Kind.EVALUATE else "evaluated the shared model"
-    done = "trained" if header.kind is Kind.TASK else personal
     if header.kind is Kind.TASK and silo.epochs.epochs_before:
         what["continued_after_epoch"] = silo.epochs.epochs_before
-    logger.info(done, seconds=round(time.monotonic() - began, 1), **what)
+    logger.info(_DOES[header.kind][1], seconds=round(time.monotonic() - began, 1), **what)

@@ -22,7 +22,7 @@ import protocols
 from coordinator.data_admission import OwnDataAdmission
 from coordinator.peers import InProcessPeers
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.cli import operate
 from fedmq.config.resolve import ResolvedRun, Source, load, read, resolve
 from fedmq.data.splits import SPLITS

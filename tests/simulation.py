@@ -40,8 +40,7 @@ import silos.personal_state
 from coordinator.checkpoints import KEPT
 from coordinator.loop import Loop
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.round_events import Event, Send
-from coordinator.rounds import Phase
+from coordinator.round_events import Event, Phase, Send
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.evaluation.program import Evaluator

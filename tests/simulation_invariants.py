@@ -8,8 +8,7 @@ from pathlib import Path
 import coordinator.checkpoints
 from coordinator.checkpoints import KEPT
 from coordinator.loop import Loop
-from coordinator.round_events import Event, Joined, Send
-from coordinator.rounds import Phase
+from coordinator.round_events import Event, Joined, Phase, Send
 from fedmq.audit.log_checks import audit_run
 from fedmq.federation.protocol import Update
 from fedmq.wire.codec import digest

@@ -14,7 +14,7 @@ import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.attacks import ATTACKS, HOSTILE_SETTINGS, Target, free_port
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
 from fedmq.federation.population import run_name

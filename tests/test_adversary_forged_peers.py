@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.rounds import PendingTask
+from coordinator.round_events import PendingTask
 from coordinator.run_context import CostModel, RunContext
 from coordinator.updates import validated
 from fedmq.config.sections import Cost

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coordinator.loop import Loop
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from coordinator.updates import LARGEST, check_reply
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import RemoteWireError, RunError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from coordinator.run_context import largest_body
 from coordinator.updates import LONGEST, check_reply
 from fedmq.config.scenario import Objective

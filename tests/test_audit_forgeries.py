@@ -17,7 +17,7 @@ import pytest
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.findings import Cause
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.run_id import digest_of, name_of

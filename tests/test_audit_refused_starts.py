@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.clock import WallClock
 from fedmq.wire.keys import Identity, init_keys, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent

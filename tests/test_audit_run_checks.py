@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit import result_checks
 from fedmq.audit.findings import Cause
 from fedmq.audit.log_checks import audit_run

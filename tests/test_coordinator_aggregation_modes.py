@@ -11,7 +11,7 @@ import torch
 
 import protocols
 from coordinator.participation import trace_of
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError, RunError
 from fedmq.launch.supervisor import simulate_inline

@@ -18,8 +18,7 @@ from coordinator.faults import FaultInjector, ProcessCommand
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
 from coordinator.peers import InProcessPeers
-from coordinator.round_events import Failed, Send
-from coordinator.rounds import Phase
+from coordinator.round_events import Failed, Phase, Send
 from coordinator.timeline import EntryKind, Timeline
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
@@ -153,6 +152,7 @@ def test_a_leave_fault_stops_the_process_only_while_replies_are_collected(tmp_pa
     clock = VirtualClock(1.0)
     away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
     loop: Any = types.SimpleNamespace(
+        sums=None,
         fault_injector=FaultInjector(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, issued={}),
         run_context=types.SimpleNamespace(
             facts_at=lambda name, version: FOUR[0],

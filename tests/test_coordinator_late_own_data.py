@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.replay import require_repeatable
 from fedmq.config.scenario import Scenario

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.attacks import free_port
 from coordinator.evaluation import UNDER_WAY, EvaluationRequests
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RunError
 from fedmq.evaluation.program import Evaluator

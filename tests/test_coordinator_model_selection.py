@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.release import patience_over
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.api.model import load
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError

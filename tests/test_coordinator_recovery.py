@@ -11,7 +11,7 @@ import pytest
 
 from coordinator import loop
 from coordinator.peers import Inbox
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.wire import channel
 from fedmq.wire.log_events import LogEvent

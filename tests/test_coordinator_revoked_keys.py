@@ -10,7 +10,7 @@ import pytest
 from coordinator import sessions
 from coordinator.data_admission import OwnDataAdmission
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics

@@ -27,6 +27,7 @@ from coordinator.round_events import (
     Lost,
     Merge,
     Merged,
+    Phase,
     Send,
     SetDeadline,
     StillConnected,
@@ -34,7 +35,7 @@ from coordinator.round_events import (
     Switched,
     WaitEnded,
 )
-from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds
+from coordinator.rounds import TABLE, IllegalEventError, Rounds
 from tests.round_steps import arrived, joined, sent
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")

@@ -17,13 +17,14 @@ from coordinator.round_events import (
     Lost,
     Merge,
     Merged,
+    Phase,
     Send,
     SetDeadline,
     StillConnected,
     Switched,
     WaitEnded,
 )
-from coordinator.rounds import Phase, Rounds
+from coordinator.rounds import Rounds
 from fedmq.errors import InputError
 from tests.round_steps import arrived, joined, sent
 from tests.threaded_run import resolved, run

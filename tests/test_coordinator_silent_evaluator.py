@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.evaluation import UNDER_WAY
 from coordinator.liveness import AnswerLimit
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from coordinator.summary import summary_of
 from fedmq.audit.log_checks import audit_run
 from fedmq.evaluation.program import Evaluator

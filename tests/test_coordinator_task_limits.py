@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.liveness import Absences, TaskLimits
-from coordinator.rounds import PendingTask
+from coordinator.round_events import PendingTask
 from fedmq.config.scenario import Scenario
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder

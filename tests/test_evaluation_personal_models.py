@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coordinator.evaluation import EvaluationRequests
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Scenario

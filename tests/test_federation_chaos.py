@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coordinator import loop
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.replay import first_difference, read_record
 from fedmq.config.scenario import Scenario

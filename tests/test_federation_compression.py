@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from coordinator import run_context
-from coordinator.rounds import PendingTask, Phase
+from coordinator.round_events import PendingTask, Phase
 from coordinator.updates import validated
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.report import payload_lines

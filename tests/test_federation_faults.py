@@ -13,7 +13,7 @@ import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
 from fedmq.data.silo_dataset import CaptionRows, SiloDataset
 from fedmq.errors import InputError

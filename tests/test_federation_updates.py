@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from fedmq.config.sections import Privacy
+from fedmq.config.privacy import Privacy
 from fedmq.federation.protocol import Task
 from fedmq.federation.updates import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload

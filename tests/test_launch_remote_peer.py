@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import protocols
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun, Source, resolve

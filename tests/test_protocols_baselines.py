@@ -13,8 +13,9 @@ import torch
 
 import protocols
 from coordinator.updates import merged_state
+from fedmq.config.privacy import Privacy
 from fedmq.config.scenario import Objective, ProtocolChoice, Training
-from fedmq.config.sections import Aggregation, Privacy
+from fedmq.config.sections import Aggregation
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Local, Task, Update
 from fedmq.federation.updates import transform

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained

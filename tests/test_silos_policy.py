@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from coordinator.sessions import Roster
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import Policy, PolicyGuard, check_policy, guard_of, read_policy

@@ -126,7 +126,7 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *fatal: ty
     header = SimpleNamespace(sequence=1, base_version=0, kind=Kind.TASK)
     message: Any = SimpleNamespace(header=header, task=None)
     slots: Any = Slots(told)
-    ready: Any = SimpleNamespace(silo=silo, agreed=SimpleNamespace(check=lambda _: None))
+    ready: Any = SimpleNamespace(silo=silo, agreed=SimpleNamespace(check=lambda _: None), respond=silo.respond)
     program.reply_to(link, ready, slots, message, QUIET, (*program.FATAL_ERRORS, *fatal))
     return told
 

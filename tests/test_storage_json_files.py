@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import protocols
 from coordinator import checkpoints
-from coordinator.rounds import Phase
+from coordinator.round_events import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import clock_for

@@ -121,7 +121,11 @@ def test_every_message_kind_is_documented_with_what_it_carries() -> None:
     assert list(described) == [kind.value for kind in Kind]
     words = {
         "any of training": frozenset(PAYLOADS)
-        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "silo_metrics", "run_status"},
+        - {"error", "refusal", "data_statement", "data_format", "silo_modalities", "silo_metrics", "run_status"}
+        - {"sum_keys", "sum_weights", "survivors"},
+        "sum_keys, sealed_shares, sum_weights, survivors": frozenset(
+            {"sum_keys", "sealed_shares", "sum_weights", "survivors"}
+        ),
         "data_statement, data_format": frozenset({"data_statement", "data_format"}),
         "data_format, silo_modalities": frozenset({"data_format", "silo_modalities"}),
         "silo_metrics or error": frozenset({"silo_metrics", "error"}),

@@ -36,6 +36,7 @@ from fedmq.wire.payloads import (
     Geometry,
     LabelCount,
     Loss,
+    MaskedUpdate,
     MeanAveragePrecision,
     Memory,
     Metrics,
@@ -45,10 +46,16 @@ from fedmq.wire.payloads import (
     Payload,
     Refusal,
     Representations,
+    RevealedShares,
     RouterStatistics,
     RunStatus,
+    SealedShares,
     SiloMetrics,
     SiloModalities,
+    SumKeys,
+    SumWeights,
+    Survivors,
+    UpdateReport,
 )
 from fedmq.wire.sessions import Session, seal_message
 
@@ -68,6 +75,7 @@ def golden_messages() -> dict[str, Message]:
     """All message kinds after the handshake and all payload kinds, by file name."""
     messages = _compressed() | _messages() | _of_data()
     messages["status"] = Message(down(Kind.STATUS), (RunStatus('{"run": "größer-0123456789ab"}'),))
+    messages |= _of_sums()
     messages["refusal"] = Message(up(Kind.ERROR, reply_to=5), (Refusal("kinds", "representations"),))
     return {name: replace(message, head=HEAD) for name, message in messages.items()}
 
@@ -95,6 +103,25 @@ def _of_data() -> dict[str, Message]:
         "agreement": Message(down(Kind.AGREEMENT), (stated, SiloModalities(("silo-00", "silo-01"), np.array([3, 1])))),
         "evaluate_silo": Message(down(Kind.EVALUATE_SILO), (model,)),
         "silo_result": Message(up(Kind.SILO_RESULT, reply_to=5), (SiloMetrics(20, {"mean_r1": 0.5}),)),
+    }
+
+
+def _of_sums() -> dict[str, Message]:
+    """A silo's messages of a secure sum, and the request of its last step, which has all that the others have."""
+    silos, two = ("silo-00", "silo-01"), np.arange(128, dtype=np.uint8).reshape(2, 2, 32)
+    report = UpdateReport(300, ("text", "image"), LAYOUT.digest, two[0], two[1, 0], np.arange(64, dtype=np.uint8))
+    sealed = SealedShares(np.arange(120, dtype=np.uint8).reshape(2, 60))
+    weights = SumWeights(LAYOUT.digest, silos, ("text", "image"), np.array([[0.25, 0.75], [1.0, 0.0]]))
+    keys = SumKeys(silos, two, two[:, 0].copy(), two.reshape(2, 64))
+    replies = {
+        "update_report": report,
+        "sealed_shares": sealed,
+        "masked_update": MaskedUpdate(LAYOUT.digest, np.array([0, 1, 2**32 - 1], np.uint32)),
+        "revealed_shares": RevealedShares(np.arange(32, dtype=np.uint8).reshape(2, 16)),
+    }
+    return {
+        **{f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in replies.items()},
+        "sum": Message(down(Kind.SUM), (keys, weights, Survivors(silos[:1]), sealed)),
     }
 
 

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
+from fedmq.config.privacy import Privacy
 from fedmq.config.resolve import load
-from fedmq.config.sections import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.updates import TRANSFORMED
 from fedmq.storage.run_folder import RunFolder

@@ -99,6 +99,9 @@ def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
     if scenario.data is None and scenario.participation.minimum is not None:
         place, allowed = f"{folder.scenario}: participation.minimum", "null: this run depends on when silos joined"
         raise InputError(place, scenario.participation.minimum, allowed)
+    if scenario.privacy.secure_aggregation is not None:
+        allowed = "null: a replay has other keys, and so other masks"
+        raise InputError(f"{folder.scenario}: privacy.secure_aggregation", "a secure sum", allowed)
     if scenario.privacy.noise_from == "key":
         allowed = "seed: a replay has new keys, and so different noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)

@@ -68,7 +68,7 @@ def _round(record: MessageRecord) -> int:
     header = record.header
     measures = header.sender == EVALUATOR or any(kind == Metrics.KIND for kind, _ in record.payloads)
     match header.kind:
-        case Kind.TASK:
+        case Kind.TASK | Kind.SUM:
             return header.base_version + 1
         case Kind.REPLY:
             return header.base_version + (not measures)

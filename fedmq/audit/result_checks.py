@@ -35,6 +35,7 @@ from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
     DiscriminatorDelta,
+    MaskedUpdate,
     Memory,
     Metrics,
     ModalityPrototypes,
@@ -47,7 +48,7 @@ from fedmq.wire.payloads import (
 
 #: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.
 _DONE = "done"
-_UPDATES = frozenset({Delta.KIND, PartialDelta.KIND})
+_UPDATES = frozenset({Delta.KIND, PartialDelta.KIND, MaskedUpdate.KIND})
 #: Payload kinds that can be a silo's contribution to the model; the others are statistics about it.
 _CONTRIBUTIONS = _UPDATES | {
     payload.KIND for payload in (ModalityPrototypes, ClassPrototypes, Memory, Representations, DiscriminatorDelta)
@@ -114,7 +115,7 @@ class LoggedTraffic:
         if record.action == "sent":
             if header.kind is Kind.EVALUATE:
                 self._evaluations.add((header.receiver, header.sequence, header.base_version))
-            self._last_task = sizes if header.kind is Kind.TASK else Counter()
+            self._last_task = sizes if header.kind in (Kind.TASK, Kind.SUM) else Counter()
             counts.update(self._last_task)
         # The summary does not count the metrics of a silo's personal model as traffic.
         elif header.kind is Kind.REPLY and header.sender != EVALUATOR and asked not in self._evaluations:

@@ -78,6 +78,18 @@ class TaskFault(Fault):
         return self.time is None or self.time[0] <= at < self.time[1]
 
 
+#: Steps of a round: training, and with privacy.secure_aggregation those of the sum.
+StepName = Literal["train", "share", "mask", "reveal"]
+
+
+class StepFault(TaskFault):
+    """A fault of one step of a task."""
+
+    step: StepName = Field(
+        "train", description="step in which it applies; the others than train need privacy.secure_aggregation"
+    )
+
+
 # ------------------------------------------------------------------------------------------------ links and processes
 class Late(TaskFault):
     """A reply is delayed."""
@@ -86,8 +98,8 @@ class Late(TaskFault):
     seconds: Positive = Field(description="delay [s]")
 
 
-class Drop(TaskFault):
-    """A reply is lost."""
+class Drop(StepFault):
+    """A reply is lost; in another step than training, the silo is out of the round's sum."""
 
     kind: Literal["drop"] = "drop"
     again: Positive | None = Field(
@@ -135,7 +147,7 @@ class Split(TaskFault):
         return True
 
 
-class Crash(TaskFault):
+class Crash(StepFault):
     """The silo's process is killed (SIGKILL) during a task and restarted."""
 
     kind: Literal["crash"] = "crash"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
 from fedmq.config.plug_ins import label
+from fedmq.config.privacy import Privacy
 from fedmq.config.sections import (
     Aggregation,
     Compression,
@@ -26,7 +27,6 @@ from fedmq.config.sections import (
     Part,
     Participation,
     Positive,
-    Privacy,
     Silos,
     Whole,
     Wire,
@@ -420,6 +420,7 @@ class Scenario(Part):
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "
                 "sweep: add --processes)"
             )
+        self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
         return self
 
     def _check_data(self) -> None:

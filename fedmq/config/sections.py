@@ -1,4 +1,4 @@
-"""Schema of most sections of a scenario, such as aggregation, participation and privacy, and their common base."""
+"""Schema of most sections of a scenario, such as aggregation and participation, and their common base."""
 
 from __future__ import annotations
 
@@ -475,26 +475,3 @@ class Compression(Part):
 
     updates: UpdateCompression = UpdateCompression()
     model: ModelCompression = ModelCompression()
-
-
-class Privacy(Part):
-    """Clipping and noise, which a silo applies to its update before sending it."""
-
-    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
-    noise_multiplier: NonNegative = Field(
-        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
-    )
-    noise_from: Literal["seed", "key"] = Field(
-        "seed",
-        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
-        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
-        "launcher inline, which has no keys",
-    )
-
-    @model_validator(mode="after")
-    def _noise_needs_clip(self) -> Privacy:
-        if self.noise_multiplier > 0 and self.clip_norm is None:
-            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
-        if self.noise_from == "key" and self.noise_multiplier == 0:
-            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
-        return self

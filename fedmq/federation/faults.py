@@ -43,6 +43,7 @@ from fedmq.config.faults import (
     Scaled,
     SignFlip,
     Split,
+    StepFault,
     TaskFault,
     Timed,
     Window,
@@ -78,6 +79,7 @@ class FailureReason(StrEnum):
     ERROR = "error"  # the silo reported a failure
     POLICY = "policy"  # the silo's own policy forbids the reply
     EXPELLED = "expelled"  # the silo's key was removed
+    WEIGHTS = "weights"  # the weights of the silos left in a secure sum would single one out
     OVERDUE = "overdue"  # the silo was connected but did not reply within the task's limit of real time
 
 
@@ -273,6 +275,8 @@ class FaultSchedule:
         """The outcome of a task that takes ``work`` [s], and the faults that affect it, in the scenario's order."""
         outcome, struck = TaskOutcome(issued_at, work, issued_at + work), list[ScheduledFault]()
         for strike in self.strikes(silo, sequence, round_, issued_at):
+            if isinstance(strike.fault, StepFault) and strike.fault.step != "train":
+                continue
             if isinstance(strike.fault, _TIMED):
                 changed = outcome_after(strike.fault, outcome, self._draw(strike.place, silo, "phase"))
                 if changed is None:
@@ -282,6 +286,11 @@ class FaultSchedule:
             if outcome.fails is not None:
                 break
         return outcome, struck
+
+    def of_step(self, silo: str, sequence: int, round_: int, at: float, step: str) -> list[ScheduledFault]:
+        """The faults of a step of a secure sum, whose task was sent at a time [s]."""
+        strikes = self.strikes(silo, sequence, round_, at)
+        return [strike for strike in strikes if isinstance(strike.fault, StepFault) and strike.fault.step == step]
 
     def facts(self, silo: SiloFacts, round_: int) -> SiloFacts:
         """The silo's facts in a round, with the modalities that it has lost or gained by then."""

@@ -20,7 +20,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload, UpdateReport
 
 P = TypeVar("P")
 
@@ -189,6 +189,11 @@ class Update:
         return self.damping * self.participation_weight * self.modality_weight
 
     @property
+    def report(self) -> UpdateReport | None:
+        """What the silo reports of its update in a secure sum, in which the coordinator has no update of a silo."""
+        return next((payload for payload in self.payloads if isinstance(payload, UpdateReport)), None)
+
+    @property
     def _change(self) -> Delta | PartialDelta:
         return next(payload for payload in self.payloads if isinstance(payload, Delta | PartialDelta))
 
@@ -200,7 +205,7 @@ class Update:
     @property
     def samples(self) -> int:
         """Number of local samples that the change was trained on."""
-        return self._change.n_samples
+        return (self.report or self._change).n_samples
 
     @property
     def loss(self) -> float | None:
@@ -214,6 +219,17 @@ class MergeResult:
 
     state: State
     log: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """A merge that adds a weighted sum of the updates, before that sum is known."""
+
+    weights: torch.Tensor  # float64 [M] of the replies, sum 1, or all 0 if no reply counts
+    rows: Mapping[str, torch.Tensor]  # each branch's weights of the replies, float64 [M], sum at most 1
+    renormalised: bool  # a branch is averaged over the silos that trained it: its row has the sum 1
+    # The merge's result, from the new parameters float32 [P], the replies in the sum and their weights float64 [M].
+    finish: Callable[[torch.Tensor, Sequence[Update], torch.Tensor], MergeResult]
 
 
 def encoders_of(model: TwoTower) -> Encoders:
@@ -256,6 +272,8 @@ class Traits:
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
         weighs_single_silos: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
             ``aggregation.single_weight`` applies.
+        adds_sum: merges add a weighted sum of the updates, whose weights depend on statistics alone
+            (:meth:`FederatedProtocol.weigh`), so that ``privacy.secure_aggregation`` applies.
     """
 
     pooled: bool = False
@@ -271,6 +289,7 @@ class Traits:
     our_reading: bool = False
     unpaired: Literal["ignored", "anchored"] = "ignored"
     weighs_single_silos: bool = True
+    adds_sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -336,6 +355,16 @@ class FederatedProtocol(ABC):
                 arrival.
             round_: number of the merge, from 0.
         """
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """The weights of a merge, before the sum of the updates is known; only methods with ``adds_sum`` have it.
+
+        Args:
+            state: the state before the merge.
+            replies: the replies in the fixed order of silos; they have reports instead of updates.
+            round_: number of the merge, from 0.
+        """
+        raise NotImplementedError
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
@@ -434,6 +463,11 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
         raise InputError(
             place, "personal_only without personalised", "personalised True as well, or personal_only False"
         )
+    kind = type(method)
+    merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
+    if traits.adds_sum and (weighing is FederatedProtocol or merging not in weighing.__mro__):
+        allowed = "adds_sum False, or weigh in the class that defines merge or below it"
+        raise InputError(place, "adds_sum without the weigh of its merge", allowed)
     sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
     layer_names = [entry.name for entry in context.layout.entries]
     if traits.shared_layers is None:

@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from fedmq import seeds
+from fedmq.config.privacy import Privacy
 from fedmq.config.scenario import Scenario
-from fedmq.config.sections import ModelCompression, Privacy, Staleness, UpdateCompression
+from fedmq.config.sections import ModelCompression, Staleness, UpdateCompression
 from fedmq.errors import InputError
 from fedmq.wire.compression import FORMS, Compressed, Settings, encoded, sent_bytes
 from fedmq.wire.layout import Layout

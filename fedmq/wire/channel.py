@@ -401,7 +401,7 @@ class Channel:
         """Answer an authentic but unreadable message with an error, or the coordinator would wait forever."""
         self._received_at = self._clock.stopwatch()
         header = error.header
-        if header.kind in (Kind.TASK, Kind.EVALUATE):
+        if header.kind in (Kind.TASK, Kind.SUM, Kind.EVALUATE):
             number, base = header.sequence, header.base_version
             answer = Error.saying("unreadable", f"{header.kind} {number}: {error.detail}")
             self.send(Kind.ERROR, (answer,), sequence=number, reply_to=number, base_version=base)

@@ -78,6 +78,12 @@ class LogEvent(_Event):
     TASK_FAILED = "task_failed", "task `sequence` of `silo` has no usable reply, for the `reason` given", "warning"
     REPLY_DISCARDED = "reply_discarded", "the reply to task `sequence` of `silo` is not merged", "info"
     REPLY_LEFT_OUT = "reply_left_out", "the aggregation left out the reply of `silo` as an outlier", "info"
+    BRANCH_LEFT_ALONE = (
+        "branch_left_alone",
+        "a secure sum leaves `branch` as it is, as its weights would single a silo out: `why`",
+        "warning",
+    )
+    SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"
     ALL_MERGED = "all_merged", "the last round is merged", "info"
     CHECKPOINT_REFUSED = "checkpoint_refused", "the checkpoint of `version` merges could not be written", "error"
     EVALUATOR_ABSENT = "evaluator_absent", "the evaluator did not answer within the limit", "warning"

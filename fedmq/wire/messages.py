@@ -20,8 +20,12 @@ from fedmq.wire.payloads import (
     Payload,
     Refusal,
     RunStatus,
+    SealedShares,
     SiloMetrics,
     SiloModalities,
+    SumKeys,
+    SumWeights,
+    Survivors,
 )
 
 #: Version of the wire format; each header states it, and another version is refused by name.
@@ -53,6 +57,7 @@ class Kind(StrEnum):
     LAYOUT = "layout"
     TASK = "task"
     REPLY = "reply"
+    SUM = "sum"
     EVALUATE = "evaluate"
     EVALUATE_SILO = "evaluate_silo"
     SILO_RESULT = "silo_result"
@@ -82,6 +87,7 @@ class Reason(StrEnum):
     LAYOUT = "layout"
     DATA = "data"
     UNSCHEDULED = "unscheduled"
+    SUM = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +162,9 @@ class ShortHeader:
 #: Payloads of the agreement on the data, and of silos' own evaluations.
 _STATED = frozenset({DataStatement.KIND, DataFormat.KIND})
 _AGREED = frozenset({DataFormat.KIND, SiloModalities.KIND})
-_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, SiloMetrics.KIND, RunStatus.KIND} - _STATED - _AGREED
+_OF_SUMS = frozenset({SumKeys.KIND, SealedShares.KIND, SumWeights.KIND, Survivors.KIND})
+_OTHERS = _STATED | _AGREED | _OF_SUMS - {SealedShares.KIND}
+_DATA = frozenset(PAYLOADS) - {Error.KIND, Refusal.KIND, SiloMetrics.KIND, RunStatus.KIND} - _OTHERS
 #: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     **dict.fromkeys(Kind, frozenset[str]()),
@@ -164,6 +172,7 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.STATEMENT: _STATED,
     Kind.AGREEMENT: _AGREED,
     **dict.fromkeys((Kind.TASK, Kind.REPLY, Kind.EVALUATE, Kind.EVALUATE_SILO), _DATA),
+    Kind.SUM: _OF_SUMS,
     Kind.SILO_RESULT: frozenset({SiloMetrics.KIND, Error.KIND}),
     **dict.fromkeys((Kind.HEARTBEAT, Kind.STOP), frozenset({Metrics.KIND})),
     Kind.ERROR: frozenset({Error.KIND, Refusal.KIND}),

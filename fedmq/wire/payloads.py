@@ -43,6 +43,8 @@ TEXT = 2
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I64: TypeAlias = npt.NDArray[np.int64]
+F64: TypeAlias = npt.NDArray[np.float64]
+U8: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Payload:
@@ -241,6 +243,78 @@ class DiscriminatorDelta(Payload):
     layout_digest: Annotated[str, _DIGEST]
     buffer: Annotated[F32, _BULK]
     n_samples: Annotated[int, _SAMPLES]
+
+
+@payload("update_report")
+@dataclass(frozen=True, eq=False)
+class UpdateReport(Payload):
+    """What a silo reports of an update that it keeps for a secure sum: what it is weighted by, and keys for the sum."""
+
+    n_samples: Annotated[int, _SAMPLES]  # number of local training samples
+    trained: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]  # branches that it changes
+    roster: Annotated[str, _DIGEST]  # digest of the silos and public keys that it accepts
+    # (2, 32) uint8: public X25519 keys of this round, of its masks and of the shares sealed for it.
+    keys: Annotated[U8, Tensor(("uint8",), (2, 32))]
+    commitment: Annotated[U8, Tensor(("uint8",), (32,))]  # SHA-256 of the seed of its own mask
+    signature: Annotated[U8, Tensor(("uint8",), (64,))]  # Ed25519, by its key, over all the above but the first two
+
+
+@payload("sum_keys")
+@dataclass(frozen=True, eq=False)
+class SumKeys(Payload):
+    """The keys of all silos that reported in a round, as each sent and signed them."""
+
+    silos: Annotated[tuple[str, ...], Names(1024, NAME)]  # names, in the order of the run
+    keys: Annotated[U8, Tensor(("uint8",), ("N", 2, 32))]
+    commitments: Annotated[U8, Tensor(("uint8",), ("N", 32))]
+    signatures: Annotated[U8, Tensor(("uint8",), ("N", 64))]
+
+
+@payload("sealed_shares")
+@dataclass(frozen=True, eq=False)
+class SealedShares(Payload):
+    """Shares of silos' secrets: of the sender for each other silo, or of each silo for the receiver."""
+
+    # (N, 60) uint8, in the order of the keys; zeros for the silo itself, and for those that sent none.
+    sealed: Annotated[U8, Tensor(("uint8",), ("N", 60))]
+
+
+@payload("sum_weights")
+@dataclass(frozen=True, eq=False)
+class SumWeights(Payload):
+    """All weights of a secure sum."""
+
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout
+    silos: Annotated[tuple[str, ...], Names(1024, NAME)]  # names, in the order of the run
+    branches: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER)]  # names of the branches
+    # (C, N) float64, at least 0: weight of each silo in each branch's sum; 0 of one that does not take part in it.
+    weights: Annotated[F64, Tensor(("float64",), ("C", "N"))]
+
+
+@payload("masked_update")
+@dataclass(frozen=True, eq=False)
+class MaskedUpdate(Payload):
+    """A silo's weighted update in fixed point, with all its masks."""
+
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout
+    # uint32 (n,): the branches in whose sums the silo takes part, in the order of the weights.
+    buffer: Annotated[npt.NDArray[np.uint32], Tensor(("uint32",), ("n",), least=0)]
+
+
+@payload("survivors")
+@dataclass(frozen=True, eq=False)
+class Survivors(Payload):
+    """The silos whose masked updates are in a secure sum; the others of its weights are not."""
+
+    silos: Annotated[tuple[str, ...], Names(1024, NAME)]  # names, in the order of the run
+
+
+@payload("revealed_shares")
+@dataclass(frozen=True, eq=False)
+class RevealedShares(Payload):
+    """A silo's share of one secret of each silo: of its own mask if its update is in the sum, otherwise of its key."""
+
+    shares: Annotated[U8, Tensor(("uint8",), ("N", 16))]  # (N, 16) uint8, in the order of the weights
 
 
 @payload("metrics")

@@ -36,6 +36,12 @@ def branch_slices(layout: Layout) -> dict[str, slice]:
     return {**slices, "shared": shared} if shared.stop > shared.start else slices
 
 
+def branch_sizes(layout: Layout) -> dict[str, int]:
+    """Number of parameters of each branch, in the order of the flat buffer."""
+    ordered = sorted(branch_slices(layout).items(), key=lambda item: item[1].start)
+    return {name: part.stop - part.start for name, part in ordered}
+
+
 def module_slices(layout: Layout) -> dict[str, slice]:
     """Range of each module in the flat buffer: ``visual.first``, ``shared.base``, ... in the layout's order.
 
@@ -233,6 +239,28 @@ def conflict_free(parts: Sequence[Tensor], weights: Tensor, paired: Tensor) -> T
     return step
 
 
+def branch_rows(
+    updates: Sequence[Update], weights: Tensor, branches: Mapping[str, slice], branch_renorm: BranchRenorm
+) -> dict[str, Tensor]:
+    """Each branch's weights of the updates, float64 [M]; arguments as for :func:`merge_updates`."""
+    rows = dict[str, Tensor]()
+    for name, part in branches.items():
+        owners = [owns(update.silo, name) for update in updates]
+        if branch_renorm:
+            active = [_trained(update, name, part, owner) for update, owner in zip(updates, owners, strict=True)]
+            rows[name] = branch_weights(weights, torch.tensor(active))
+        else:
+            rows[name] = weights * torch.tensor(owners)
+    return rows
+
+
+def _trained(update: Update, name: str, part: slice, owner: bool) -> bool:
+    """Whether an update changes a branch, or in a secure sum is reported to."""
+    if (report := update.report) is not None:
+        return owner and name in report.trained
+    return trained(update.delta, part, owner)
+
+
 def merge_updates(
     theta: Tensor,
     updates: Sequence[Update],
@@ -259,16 +287,11 @@ def merge_updates(
     """
     step = torch.zeros_like(theta, dtype=torch.float64)
     paired = torch.tensor([update.silo.paired for update in updates])
-    for name, part in branches.items():
-        owners = [owns(update.silo, name) for update in updates]
+    for name, row in branch_rows(updates, weights, branches, branch_renorm).items():
+        part = branches[name]
         parts = [update.delta[part] for update in updates]
-        if not branch_renorm:
-            add_weighted(step[part], parts, weights * torch.tensor(owners))
-            continue
-        active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
-        shares = branch_weights(weights, torch.tensor(active))
         if branch_renorm == "conflict_free":
-            step[part] = conflict_free(parts, shares, paired)
+            step[part] = conflict_free(parts, row, paired)
         else:
-            add_weighted(step[part], parts, shares)
+            add_weighted(step[part], parts, row)
     return step.add_(theta).to(theta.dtype)

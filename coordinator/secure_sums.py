@@ -1,0 +1,308 @@
+"""The coordinator's part in secure sums: what it sends in each step of a round, and the sum of the masked updates.
+
+The rounds machine decides who takes part in each step; :class:`SecureSums` keeps what the silos sent in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from coordinator.faults import FaultInjector
+from coordinator.round_events import Collect, PendingTask, Send, Stage
+from coordinator.run_context import RunContext
+from coordinator.updates import weighted
+from fedmq.errors import RemoteWireError
+from fedmq.federation.faults import FailureReason, TaskOutcome
+from fedmq.federation.protocol import MergeResult, State, Update, WeightedSum
+from fedmq.profiling import span
+from fedmq.wire import secure_sum
+from fedmq.wire.log_events import LogEvent
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Message, Reason
+from fedmq.wire.payloads import (
+    F64,
+    MaskedUpdate,
+    Payload,
+    RevealedShares,
+    SealedShares,
+    SumKeys,
+    SumWeights,
+    Survivors,
+    UpdateReport,
+)
+from fedmq.wire.secure_sum import Sum, singles_out
+from protocols.parts import aggregation
+
+_ANSWERS: Mapping[type[Payload], Stage] = {
+    SealedShares: Stage.SHARE,
+    MaskedUpdate: Stage.MASK,
+    RevealedShares: Stage.REVEAL,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A silo's checked answer in a step of a secure sum."""
+
+    sequence: int
+    payload: SealedShares | MaskedUpdate | RevealedShares
+    loss: None = None  # as of an update
+
+
+class SecureSums:
+    """The secure sum of the present round.
+
+    Raises:
+        InputError: the key of a silo is not accepted.
+    """
+
+    def __init__(
+        self, run_context: RunContext, accepted: Mapping[str, Ed25519PublicKey], run: str, log: MessageLog
+    ) -> None:
+        options = run_context.scenario.privacy.secure_aggregation
+        assert options is not None  # noqa: S101 - made only for runs with secure aggregation
+        self._options, self._run_context, self._run, self._log = options, run_context, run, log
+        keys = str(run_context.folder.root)
+        self._roster = secure_sum.roster_digest(keys, accepted, run_context.scenario.silo_names)
+        self._accepted = accepted
+        layout = run_context.context.layout
+        self._branches = aggregation.branch_sizes(layout)
+        self._sizes = tuple(self._branches.values())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._updates: dict[str, Update] = {}
+        self._keys: SumKeys | None = None
+        self._shares: dict[str, SealedShares] = {}
+        self._masked: dict[str, MaskedUpdate] = {}
+        self._summed: frozenset[str] = frozenset()  # the silos whose masked updates are in the sum
+        self._sum: Sum | None = None
+        self._weighted: WeightedSum | None = None
+        self._total: F64 | None = None
+        self._left_alone: list[str] = []
+        self.ends: str = ""  # why the round ends without a merge although enough silos answered
+
+    # ------------------------------------------------------------------------------------------- what silos send
+    def repeats(self, message: Message, task: PendingTask | None) -> bool:
+        """Whether a silo's reply is of another step than its pending task, as one to a request that was sent again."""
+        found = next((_ANSWERS[type(each)] for each in message.payloads if type(each) in _ANSWERS), Stage.TRAIN)
+        if task is None or task.sequence != message.header.reply_to:
+            return found is not Stage.TRAIN
+        return found is not task.stage
+
+    def checked(self, message: Message, task: PendingTask | None) -> Answer | None:
+        """A silo's answer in a step, if it fits what the silo was asked; None for a reply to a task, whose report fits.
+
+        Raises:
+            RemoteWireError: it has other payloads or sizes.
+        """
+        name = message.header.sender
+        if task is None or task.stage is Stage.TRAIN:
+            self._check_report(message)
+            return None
+        assert self._keys is not None  # noqa: S101 - the silo has a step's task
+        if len(message.payloads) != 1:
+            raise RemoteWireError(Reason.UNEXPECTED, "an answer in a secure sum with other payloads")
+        (payload,) = message.payloads
+        match payload:
+            case SealedShares(sealed=rows) if len(rows) == len(self._keys.silos):
+                return Answer(task.sequence, payload)
+            case MaskedUpdate(buffer=values) if self._sum is not None and name in self._sum.weights.silos:
+                digest = self._run_context.context.layout.digest
+                if (payload.layout_digest, values.size) == (digest, self._sum.size(name)):
+                    return Answer(task.sequence, payload)
+            case RevealedShares(shares=rows) if self._sum is not None and len(rows) == len(self._sum.weights.silos):
+                return Answer(task.sequence, payload)
+            case _:
+                pass
+        raise RemoteWireError(Reason.LAYOUT, f"a {payload.KIND} of another size than this round's")
+
+    def _check_report(self, message: Message) -> None:
+        """Check the signature of a silo's report, and that it accepts the same silos and keys.
+
+        Raises:
+            RemoteWireError: it is not signed for this round, or the silo accepts others.
+        """
+        version, name = message.header.base_version, message.header.sender
+        for report in message.payloads:
+            if not isinstance(report, UpdateReport):
+                continue
+            if report.roster != self._roster:
+                detail = f"{name} accepts other silos or keys than the coordinator: compare `fedmq keys show` of both"
+                raise secure_sum.refused(detail)
+            if strange := set(report.trained) - set(self._branches):
+                raise RemoteWireError(Reason.MALFORMED, f"an update of branch {min(strange)}, which the model lacks")
+            parts = (report.keys, report.commitment, report.signature)
+            secure_sum.check_signature(self._accepted[name], self._run, version, name, self._roster, *parts)
+
+    # ------------------------------------------------------------------------------------------- steps of a round
+    def outcome(self, task: Send, fault_injector: FaultInjector) -> TaskOutcome:
+        """The outcome of a step, which takes a round trip: the upload of the update counts with the training."""
+        outcome = fault_injector.step_outcome(task, self._run_context.cost.cost.latency)
+        if task.stage is Stage.REVEAL and self.ends:
+            outcome = replace(outcome, fails=FailureReason.WEIGHTS, sent=False)
+        return outcome
+
+    def collect(
+        self,
+        action: Collect,
+        answers: Mapping[str, Update | Answer],
+        states: Mapping[int, State],
+        merged: Mapping[str, int],
+    ) -> None:
+        """Continue with what silos sent in a stage, in the fixed order of silos; nothing of it ends the sum.
+
+        Args:
+            action: the stage.
+            answers: what the silos sent in it.
+            states: the states that are kept, by version.
+            merged: number of each silo's replies that were merged before.
+        """
+        stage, version = action.stage, action.round
+        if stage is Stage.TRAIN:
+            self._begin()
+            self._updates = {name: each for name, each in answers.items() if isinstance(each, Update)}
+            self._keys = self._signed_keys()
+        payloads = {name: each.payload for name, each in answers.items() if isinstance(each, Answer)}
+        if stage is Stage.SHARE:
+            self._shares = {name: each for name, each in payloads.items() if isinstance(each, SealedShares)}
+            updates = [self._updates[name] for name in self._shares]
+            replies = [weighted(self._run_context, each, states, version, merged) for each in updates]
+            self._weighted = self._run_context.protocol.weigh(states[version], replies, version)
+            self._sum = self._agreed(action, self._weighted)
+        elif stage is Stage.MASK:
+            self._masked = {name: each for name, each in payloads.items() if isinstance(each, MaskedUpdate)}
+            self.ends = self._unsafe()
+        elif stage is Stage.REVEAL:
+            revealed = {name: each for name, each in payloads.items() if isinstance(each, RevealedShares)}
+            self._end(revealed, action)
+            self._summed, self._masked = frozenset(self._masked), {}  # memory for the next round
+
+    def _signed_keys(self) -> SumKeys:
+        reports = [update.report for update in self._updates.values()]
+        found = [report for report in reports if report is not None]
+        keys, committed, signatures = (
+            np.stack([getattr(report, field) for report in found]) for field in ("keys", "commitment", "signature")
+        )
+        return SumKeys(tuple(self._updates), keys, committed, signatures)
+
+    def _agreed(self, action: Collect, weighted: WeightedSum) -> Sum:
+        """The sum that the silos are to agree on; a branch whose weights would single a silo out is left as it is."""
+        assert self._keys is not None  # noqa: S101 - the silos have reported
+        version = action.round
+        rows = np.stack([weighted.rows[name].numpy() for name in self._branches])
+        for place, name in enumerate(self._branches):
+            if (wrong := singles_out(rows[place], self._options)) is not None:
+                rows[place] = 0.0
+                self._left_alone.append(name)
+                self._log.note(
+                    LogEvent.BRANCH_LEFT_ALONE, version=version, branch=name, why=wrong, caused_by=action.cause
+                )
+        layout = self._run_context.context.layout
+        weights = SumWeights(layout.digest, tuple(self._shares), tuple(self._branches), rows)
+        return Sum(self._run, version, self._roster, self._keys, weights, self._sizes)
+
+    def _unsafe(self) -> str:
+        """Why the silos left would refuse to reveal what removes the masks; empty if they do not."""
+        assert self._sum is not None  # noqa: S101 - the weights are known
+        try:
+            secure_sum.check_policy(self._sum.weights, self._options, 1, Survivors(tuple(self._masked)))
+        except RemoteWireError as error:
+            return error.detail
+        return ""
+
+    def request(self, stage: Stage, silo: str) -> tuple[Payload, ...]:
+        """What a silo is sent in a step."""
+        assert self._keys is not None  # noqa: S101 - the silos have reported
+        if stage is Stage.SHARE or self._sum is None:
+            return (self._keys,)
+        if stage is Stage.MASK:
+            return self._keys, self._sum.weights
+        place = self._keys.silos.index(silo)
+        sealed = np.zeros((len(self._keys.silos), 60), np.uint8)
+        for sender, shares in self._shares.items():
+            sealed[self._keys.silos.index(sender)] = shares.sealed[place]
+        return self._keys, self._sum.weights, Survivors(tuple(self._masked)), SealedShares(sealed)
+
+    def _end(self, revealed: Mapping[str, RevealedShares], action: Collect) -> None:
+        if revealed and self._sum is not None:
+            try:
+                self._total = self._unmasked(self._sum, revealed)
+                return
+            except RemoteWireError as error:
+                self.ends = error.detail
+        why = self.ends or "too few silos answered"
+        self._log.note(LogEvent.SUM_ENDED, version=action.round, why=why, caused_by=action.cause)
+
+    # ------------------------------------------------------------------------------------------- the sum
+    @property
+    def complete(self) -> bool:
+        """Whether the sum is known."""
+        return self._total is not None
+
+    @span("merge")
+    def _unmasked(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> F64:
+        """The sum [P] of the masked updates, each branch over the silos that take part in it.
+
+        Raises:
+            RemoteWireError: shares do not give the secrets that silos committed to, or the sum is none of updates.
+        """
+        seeds = self._seeds(agreed, revealed)
+        total = np.zeros(sum(self._sizes), np.uint32)
+        whole = {place: slice(start, start + agreed.sizes[place]) for place, start in enumerate(agreed.offsets)}
+        dropped = {name: secure_sum.mask_key(seeds[name]) for name in agreed.weights.silos if name not in self._masked}
+        for name, masked in self._masked.items():
+            for place, where in agreed.sections(name).items():
+                total[whole[place]] += masked.buffer[where]
+            sections = {place: whole[place] for place in agreed.branches(name)}
+            agreed.add_own(total, sections, seeds[name], sign=-1)
+            for other, key in dropped.items():
+                agreed.add_pair(total, sections, key, name, other, sign=-1)
+        result = secure_sum.decoded(total, self._options.range)
+        # A sum of silos that agree is within this; of others it has random values.
+        most = self._options.range * (1 + 1e-6)
+        if result.size and max(-result.min(), result.max()) > most:
+            raise secure_sum.refused("the sum is out of range: a silo was sent or sent something else than the others")
+        return result
+
+    def _seeds(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> dict[str, bytes]:
+        """The secrets that remove the masks: of silos in the sum the own seed, of the others that of their key."""
+        keys, seeds = agreed.keys, dict[str, bytes]()
+        helpers = sorted(revealed, key=keys.silos.index)[: secure_sum.needed(len(keys.silos), self._options.threshold)]
+        for row, name in enumerate(agreed.weights.silos):
+            shares = {keys.silos.index(each): revealed[each].shares[row].tobytes() for each in helpers}
+            seed, place = secure_sum.combined(shares), keys.silos.index(name)
+            if name in self._masked:
+                fits = secure_sum.commitment(seed) == keys.commitments[place].tobytes()
+            else:
+                public = secure_sum.mask_key(seed).public_key().public_bytes_raw()
+                fits = public == keys.keys[place, 0].tobytes()
+            if not fits:
+                raise secure_sum.refused(f"the shares of {name} from {', '.join(helpers)} do not give its secret")
+            seeds[name] = seed
+        return seeds
+
+    def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
+        """Merge the sum: each branch is divided by the weights whose updates arrived."""
+        weighted, agreed, total = self._weighted, self._sum, self._total
+        assert weighted is not None and agreed is not None and total is not None  # noqa: S101 - the sum is complete
+        here = torch.tensor([name in self._summed for name in agreed.weights.silos])
+        step, weights = torch.from_numpy(total), weighted.weights[here]
+        for place, start in enumerate(agreed.offsets):
+            row = torch.from_numpy(agreed.weights.weights[place])
+            arrived = row[here].sum() if weighted.renormalised else weights.sum()
+            if float(arrived):
+                step[start : start + agreed.sizes[place]] /= arrived
+        theta = step.add_(state.theta).to(state.theta.dtype)
+        merged = weighted.finish(theta, replies, weights / weights.sum() if float(weights.sum()) else weights)
+        left = {"branches_left_alone": float(len(self._left_alone))} if self._left_alone else {}
+        return replace(merged, log={**merged.log, **left})
+
+    def update(self, silo: str) -> Update:
+        """A silo's reply to its task."""
+        return self._updates[silo]

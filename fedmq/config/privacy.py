@@ -1,0 +1,95 @@
+"""Schema of a scenario's section privacy: what a silo does to its update, and whether the coordinator sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from fedmq.config.faults import AnyFault, StepFault
+from fedmq.config.sections import Aggregation, Compression, NonNegative, Number, Part, Positive
+
+
+class SecureAggregation(Part):
+    """Sums of updates of which nobody but its silo sees a single one; see docs/explanation/secure_sums.md."""
+
+    range: Positive = Field(
+        1.0,
+        description="largest change of a parameter in an update; a silo with a larger one refuses its task. Updates "
+        "are sent in steps of range / 2^30",
+    )
+    max_weight: Number = Field(
+        0.75, gt=0.0, le=1.0, description="largest weight of a silo in a branch's sum, relative to the sum of weights"
+    )
+    min_contributors: Number = Field(
+        2.0,
+        ge=1.0,
+        description="smallest effective number of silos in a branch's sum, 1 / sum(w^2) of its relative weights w; a "
+        "branch with fewer is left as it is",
+    )
+    threshold: Number = Field(
+        2 / 3,
+        ge=0.5,
+        lt=1.0,
+        description="a round is merged if more than this fraction of the silos that reported answer all its steps; "
+        "fewer silos cannot learn another one's update, even together with the coordinator",
+    )
+
+
+class Privacy(Part):
+    """Clipping and noise, which a silo applies to its update before sending it, and secure aggregation."""
+
+    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
+    noise_multiplier: NonNegative = Field(
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
+    )
+    noise_from: Literal["seed", "key"] = Field(
+        "seed",
+        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
+        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
+        "launcher inline, which has no keys",
+    )
+
+    secure_aggregation: SecureAggregation | None = Field(
+        None,
+        description="the coordinator learns the weighted sum of the updates, but none of them; true stands for the "
+        "defaults of its keys. Needs mode sync, processes with keys and a method that adds a weighted sum",
+    )
+
+    @field_validator("secure_aggregation", mode="before", json_schema_input_type=bool | SecureAggregation | None)
+    @classmethod
+    def _short_form(cls, value: object) -> object:
+        return ({} if value else None) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _noise_needs_clip(self) -> Privacy:
+        if self.noise_multiplier > 0 and self.clip_norm is None:
+            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
+        if self.noise_from == "key" and self.noise_multiplier == 0:
+            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
+        return self
+
+    def check_sums(
+        self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
+    ) -> None:
+        """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
+
+        Raises:
+            ValueError: the keys, what was found, and why.
+        """
+        if self.secure_aggregation is None:
+            for fault in faults:
+                if isinstance(fault, StepFault) and fault.step != "train":
+                    raise ValueError(f"faults: step {fault.step} needs privacy.secure_aggregation")
+            return
+        for place, found, allowed, why in (
+            ("aggregation.mode", aggregation.mode, ("sync",), "only a whole round has a sum"),
+            ("aggregation.robust.rule", aggregation.robust.rule, ("none",), "a rule compares single updates"),
+            ("compression.updates.kind", compression.updates.kind, ("none",), "masked values cannot be compressed"),
+            ("privacy.noise_multiplier", self.noise_multiplier, (0.0,), "the audit's epsilon does not cover sums yet"),
+            ("launcher", launcher, ("local", "none"), "silos need their own keys and each other's public ones"),
+        ):
+            if found not in allowed:
+                values = " or ".join(map(str, allowed))
+                raise ValueError(f"privacy.secure_aggregation with {place} {found}, allowed: {values}: {why}")

@@ -1,0 +1,112 @@
+"""Whole runs of secure sums: the plain model but for fixed point, whoever drops out or is restarted in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.audit.result_checks import LoggedRun
+from fedmq.audit.run_checks import RunFiles, updates_in_clear
+from fedmq.errors import InputError
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import MergeLine
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import MessageRecord, read_log
+from tests import in_process_run
+from tests.threaded_run import resolved, run
+
+SUMS = ("protocol=fedavg", "participation=1.0", "evaluation.every=0", "privacy.secure_aggregation=true")
+#: The third round has too few silos left for its sum.
+DROPS = (
+    "faults=[{kind: drop, step: mask, silos: [silo-01], rounds: [1]},"
+    " {kind: drop, step: share, silos: [silo-00], rounds: [2]},"
+    " {kind: drop, step: mask, silos: [silo-02], rounds: [2]},"
+    " {kind: drop, step: reveal, silos: [silo-03], rounds: [3]}]"
+)
+
+
+def merges(folder: Path) -> list[MergeLine]:
+    return [line for line in read_metrics(RunFolder(folder)) if isinstance(line, MergeLine)]
+
+
+def audited(folder: Path) -> list[str]:
+    """What the audit of a run finds."""
+    return [finding.what for finding in audit_run(folder).findings]
+
+
+def digest(folder: Path) -> str:
+    found: str = json.loads((folder / "summary.json").read_text())["model_digest"]
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedavg", "{name: rcsr, warmup: 1}"])
+def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path: Path, method: str) -> None:
+    settings = (*SUMS, f"protocol={method}", "rounds=3")
+    all_branches = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"  # RCSR's router may choose one
+    run(resolved(tiny, *settings, all_branches), tmp_path / "sums")
+    in_process_run.run(resolved(tiny, *settings, "privacy.secure_aggregation=null"), tmp_path / "plain")
+    for mine, plain in zip(merges(tmp_path / "sums"), merges(tmp_path / "plain"), strict=True):
+        assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert not audited(tmp_path / "sums")
+    kinds = set[str]()
+    for name in ("silo-00", "silo-02"):
+        for _, record in read_log(RunFolder(tmp_path / "sums").messages(name)):
+            if isinstance(record, MessageRecord) and record.action == "sent":
+                kinds |= {kind for kind, _ in record.payloads}
+    assert "masked_update" in kinds and not kinds & {"delta", "partial_delta"}
+
+
+def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_same_model(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny, *SUMS, DROPS)
+    run(scenario, tmp_path / "once")
+    lines = merges(tmp_path / "once")
+    assert [line.replies for line in lines] == [
+        ["silo-00", "silo-01", "silo-02", "silo-03"],
+        ["silo-00", "silo-02", "silo-03"],
+        [],
+        ["silo-00", "silo-01", "silo-02", "silo-03"],
+    ]
+    log = RunFolder(tmp_path / "twice").messages("coordinator")
+
+    def masking() -> bool:
+        """A masked update of the second round has arrived."""
+        return log.exists() and '"masked_update"' in log.read_text() and '"base_version":1' in log.read_text()
+
+    run(scenario, tmp_path / "twice", stop_wanted=masking)
+    assert not (tmp_path / "twice" / "summary.json").exists()
+    run(scenario, tmp_path / "twice", resume=True)
+    assert digest(tmp_path / "twice") == digest(tmp_path / "once")
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "allowed"),
+    [
+        ("aggregation.mode=async", "aggregation.mode async", "sync: only a whole round has a sum"),
+        ("aggregation.robust.rule=krum", "aggregation.robust.rule krum", "none: a rule compares single updates"),
+        ("compression.updates.kind=int8", "compression.updates.kind int8", "none"),
+        ("launcher=inline", "launcher inline", "local or none"),
+        ("privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}", "noise_multiplier 1.0", "0.0"),
+        ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
+        ("protocol=fedproto", "with fedproto, whose merge is more than a weighted sum", "fedavg, "),
+    ],
+)
+def test_what_has_no_secure_sum_is_refused_by_name(
+    tiny: Path, tmp_path: Path, setting: str, place: str, allowed: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        run(resolved(tiny, *SUMS, DROPS, setting), tmp_path)
+    assert place in str(refused.value) and allowed in str(refused.value)
+
+
+def test_the_audit_finds_an_update_that_left_in_clear(tmp_path: Path) -> None:
+    course, scenario = LoggedRun(), {"privacy": {"secure_aggregation": {"range": 1.0}}}
+    course.replies["silo-00", 0][1] = {"update_report", "masked_update", "loss"}
+    course.replies["silo-01", 3][4] = {"partial_delta", "loss"}
+    for given, expected in ((scenario, ["silo-01"]), ({"privacy": {"secure_aggregation": None}}, []), ({}, [])):
+        found = list(updates_in_clear(RunFolder(tmp_path), RunFiles(True, given), course))
+        assert [finding.what.split()[0] for finding in found] == expected

@@ -213,7 +213,8 @@ def conflict_free(parts: Sequence[Tensor], weights: Tensor, paired: Tensor) -> T
         S' = S - min(0, <S, P>) P / |P|^2,    step = P + r min(1, |P| / |S'|) S'
 
     so <step, P> >= |P|^2 and |step| <= (1 + r) |P|. The projection is that of PCGrad (Yu et al., NeurIPS 2020) between
-    tasks and of FedGH (Zhang et al., 2023, arXiv 2309.06692) between all pairs of silos; here one side alone gives way.
+    tasks and of FedGH (Zhang et al., 2023, arXiv 2309.06692) between all pairs of silos; here only that of the
+    single-modality silos is projected.
 
     Args:
         parts: updates [n] of the silos that trained the branch or have weight 0.

@@ -77,6 +77,6 @@ def measured(
         rows[name] = [found[silo][metric] for silo in silos]
     report(len(names))
     if heldout is None:
-        raise InputError("--silo", f"no personal model: {next(iter(without.values()))}", "a run with personal models")
+        raise InputError("RUN", f"no personal model: {next(iter(without.values()))}", "a run with personal models")
     counts = tuple(len(heldout.items[silo]) for silo in silos)
     return CrossSite(tuple(rows), tuple(silos), counts, np.array(list(rows.values())), without)

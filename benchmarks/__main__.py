@@ -79,7 +79,9 @@ def main() -> None:
                 with console.status(f"{name}, at most {limit_s:.0f} s"):
                     result = run_limited(name, arguments.smoke, limit_s, Path(folder) / f"{name}.json")
             else:
-                result = Result(name, (), failed=f"not started, as the {arguments.minutes:g} minutes of all were over")
+                result = Result(
+                    name, (), failed=f"not started, as the limit of {arguments.minutes:g} minutes was reached"
+                )
             results.append(result)
             console.print(f"{name}: {result.failed}" if result.failed else _table(result))
             _keep(file, about, results)  # also if the next one is interrupted

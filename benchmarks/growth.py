@@ -1,8 +1,8 @@
 """Cost of a run against its size: time per round, memory and start over silos, size of the model, and items.
 
 Usage: ``python -m benchmarks.growth [--out FOLDER] [--axes silos,model,items] [--minutes 30] [--smoke]``. It prints a
-table and one sentence on what bends first, and writes ``growth.html`` with a plot per axis and ``growth.json``. It goes
-on from the ``growth.json`` of an earlier call. ``--smoke`` measures only the two smallest sizes of each axis.
+table and one sentence on what bends first, and writes ``growth.html`` with a plot per axis and ``growth.json``. It
+continues from the ``growth.json`` of an earlier call. ``--smoke`` measures only the two smallest sizes of each axis.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Along:
     missing: str = ""
 
     def go_on(self, name: str, sizes: Sequence[float], limits: Limits) -> Iterator[str]:
-        """Measure the axis of this name from its smallest size without a point, until its end or a limit.
+        """Measure the axis of this name from its smallest size without a point, to its largest size or a limit.
 
         Yields a line before and after each size.
         """
@@ -249,7 +249,7 @@ def figure(axis: str, points: Sequence[Point]) -> Figure:
 def rows(growth: Mapping[str, Along]) -> list[list[str]]:
     """The table of all points, its head first."""
     costs = [f"{name} [{unit}]" for _, name, unit in COSTS]
-    table = [["axis", "size", *costs, "per unit, to the axis's least", "load", "commit"]]
+    table = [["axis", "size", *costs, "per unit, relative to the axis's minimum", "load", "commit"]]
     for axis, along in growth.items():
         for point in along.points:
             least = [min(_per_unit(each, cost) for each in along.points) for cost, _, _ in COSTS]

@@ -1,10 +1,10 @@
-"""How well the similarities from which DGCPN, DJSRH and JDSH learn rank a data set's items, as a table.
+"""Rank a data set's items by the similarities that DGCPN, DJSRH and JDSH teach to their codes, and print the mAP.
 
     python -m benchmarks.hashing_targets scenarios/feduch/wikipedia.yaml [--set data.path=wikipedia.npz ...]
 
-These base losses have no labels; they teach the codes a similarity of the frozen features. Each row ranks the gallery
-of every query of the scenario's evaluated split by such a similarity itself, without network or code, and prints the
-mAP of the labels. Here a query has both its modalities, of which cross-modal retrieval sees one.
+These base losses use no labels; codes learn to reproduce a similarity of the frozen features. Each row ranks the
+gallery for every query of the scenario's evaluated split by this similarity itself, without network or codes; items
+with a common label are relevant. Unlike in cross-modal retrieval, the similarity sees both modalities of a query.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hashing_targets", description="Rank by the targets.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hashing_targets",
+        description="Rank items by the similarities that unsupervised hashing losses learn from.",
+    )
     parser.add_argument("scenario", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the scenario")
     arguments = parser.parse_args()

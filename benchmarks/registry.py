@@ -35,7 +35,7 @@ class Benchmark:
     by_default: bool = True
 
 
-#: Limits are two to four times the time on two quiet cores; all together have ten minutes, whatever their limits.
+#: Limits are two to four times the time on two idle cores; all together may take ten minutes, whatever their limits.
 BENCHMARKS: Mapping[str, Benchmark] = {
     "delta": Benchmark("delta", 60),
     "rounds": Benchmark("rounds", 60),

@@ -65,8 +65,8 @@ def run(*, smoke: bool = False) -> Result:
     data = "synthetic features" if smoke else "openmoji and lite"
     notes = [
         f"rcsr on {data}, one round, features and partition in the cache",
-        "phases as in fedmq scenario --profile, without those of other silos beside them",
-        "imports: self times of one process each, which a run does side by side",
+        "phases as in fedmq scenario --profile, of one process each",
+        "imports: self times in one process each; in a run, processes import in parallel",
     ]
     if sys.dont_write_bytecode:
         notes.append("PYTHONDONTWRITEBYTECODE is set: each process compiles its modules, which doubles the imports")

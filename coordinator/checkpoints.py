@@ -237,7 +237,7 @@ _PAUSE_SECONDS = 0.2
 
 
 class Checkpointing:
-    """Writes the run's checkpoints: one after each merge, or after those that are far enough from the last one."""
+    """Writes the run's checkpoints: one after each merge, or at most one in ``least_seconds``."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class Checkpointing:
         # Number of each silo's last committed task in the last checkpoint; a silo's personal model is evaluated in the
         # state after that task.
         committed: Mapping[str, int],
-        least_seconds: float = 0.0,  # from one checkpoint to the next [s]
+        least_seconds: float = 0.0,  # minimum time from one checkpoint to the next [s]
     ) -> None:
         self._run_context, self._clock, self._log = run_context, clock, log
         self._counters, self._roster, self._fault_injector = counters, roster, fault_injector

@@ -131,7 +131,7 @@ class Peers(ABC):
         return {}
 
     def committed(self, tasks: Mapping[str, int]) -> None:  # noqa: B027 - silos of other processes write all states
-        """Tell silos in this process their last committed tasks; no checkpoint to come needs older states."""
+        """Tell silos in this process their last committed tasks; no later checkpoint needs older states."""
 
     def settle(self) -> None:  # noqa: B027 - silos of other processes reply only once their states are on disk
         """Wait until the personal states of silos whose replies have arrived are on disk."""

@@ -78,7 +78,7 @@ class CoordinatorArguments:
     metrics_port: int | None = None  # port on 127.0.0.1 for Prometheus; None for no endpoint
     # Write ``report.html`` of the run's records; false where the parent writes one that shows more.
     report: bool = False
-    # Least time from one checkpoint to the next [s]; 0 writes one after each merge.
+    # Minimum time from one checkpoint to the next [s]; 0 writes one after each merge.
     checkpoint_seconds: float = 0.0
 
     @property

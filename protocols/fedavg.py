@@ -41,8 +41,9 @@ class FedAvgOptions(TauOptions):
 
     Args:
         branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum. With
-            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
-            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
+            ``conflict_free``, the single-modality silos' mean update loses its component against the paired silos' mean
+            update, is shortened to at most its length, and is added to it by weight
+            (``protocols.parts.aggregation.conflict_free``).
         weighting: weight updates by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH do.
     """
 

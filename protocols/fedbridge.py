@@ -64,20 +64,21 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         warmup: fraction of the rounds during which silos that lack a modality stay idle.
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
-        lambda_pseudo: weight of the assignment term; with 0 silos need no centroids, and report some only for ``bank``.
-        vocabulary: number of public words that silos with images only are assigned to in place of centroids: the most
-            frequent English ones (``fedmq.encoders.lite.common_words``), embedded by the downloaded text tower. The
-            teacher's assignment is balanced over them (:func:`balanced`). 0 uses centroids.
+        lambda_pseudo: weight of the assignment term; with 0, silos use no centroids and report them only for ``bank``.
+        vocabulary: number of public words to which silos with images only assign their images, instead of to centroids:
+            the most frequent English words (``fedmq.encoders.lite.common_words``), embedded by the downloaded text
+            tower. The teacher's assignment is balanced over the words (:func:`balanced`). 0 uses centroids.
         lambda_pair: weight of the contrast between two views of one item. A second view is another caption of the item;
             images, and items with one caption, have one only with ``feature_dropout``.
         feature_dropout: fraction of an item's input features that is set to zero in its second view (dropout, scaled by
-            1 / (1 - p)); 0 contrasts captions alone. Pixels and tokens have no such views.
+            1 / (1 - p)); with 0, only captions are contrasted. Pixels and tokens have no such views.
         lambda_keep: weight of the distance to the downloaded model's embeddings.
         bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
             (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
         branch_renorm: average each branch over the silos that trained it; if false, use the plain sum. With
-            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
-            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
+            ``conflict_free``, the single-modality silos' mean update loses its component against the paired silos' mean
+            update, is shortened to at most its length, and is added to it by weight
+            (``protocols.parts.aggregation.conflict_free``).
         personal: FedBridge-p: paired silos also fine-tune a personal adapter on their pairs, as in RCSR-p; it never
             leaves the silo. A silo that lacks a modality has no pairs to fit it and uses the global model.
     """
@@ -119,7 +120,7 @@ def balanced(scores: Tensor) -> Tensor:
     """Soft assignment in which all anchors get nearly the same mass: three steps of Sinkhorn and Knopp's algorithm.
 
     Columns and rows of exp(scores) are scaled to equal sums in turn, rows last (SwAV, Caron et al., NeurIPS 2020,
-    section 3.1). It keeps words that are near all images, hubs, from taking every image.
+    section 3.1). It keeps hubs, words that are near all images, from attracting every image.
 
     Args:
         scores: [n, J], similarities over a temperature.
@@ -143,7 +144,7 @@ class Assigning(training.Work):
         batch_size: items per step.
         anchors: [J, d] of the modality the silo lacks: centroids, or public words; None without pseudo-labels.
         teacher: the downloaded model's embeddings.
-        target: [n, J] the teacher's balanced assignment of all items; None computes that of a batch to centroids.
+        target: [n, J] the teacher's balanced assignment of all items; None: the assignment of each batch to centroids.
     """
 
     options: FedBridgeOptions
@@ -174,7 +175,9 @@ class Assigning(training.Work):
         assert inputs is not None  # noqa: S101 - a silo has at least one modality
         if dropped:
             if not inputs.is_floating_point():
-                raise InputError("protocol.feature_dropout", dropped, "0: a tower reads pixels or tokens, not features")
+                raise InputError(
+                    "protocol.feature_dropout", dropped, "0, as a tower reads pixels or tokens instead of features"
+                )
             kept = torch.from_numpy(generator.random(inputs.shape) >= dropped)
             inputs = inputs * kept / (1 - dropped)
         return self.local.model.outputs(modality, inputs.to(self.local.model.flat.device)).code

@@ -85,8 +85,9 @@ class FedCafeOptions:
         temperature: temperature of the softmax.
         cap: maximum weight of a stale silo, in multiples of an equal weight: its memory differs because it is old.
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum. With
-            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
-            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
+            ``conflict_free``, the single-modality silos' mean update loses its component against the paired silos' mean
+            update, is shortened to at most its length, and is added to it by weight
+            (``protocols.parts.aggregation.conflict_free``).
         weighting: weight updates by ``samples`` or ``uniform``; only without ``weighted_agg``.
         weight_samples: multiply eq 10's weights by the silos' numbers of samples; only with ``weighted_agg``.
         preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, or ``ours``.

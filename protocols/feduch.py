@@ -44,8 +44,8 @@ class FedUchOptions(fedavg.AnchoredOptions):
         contrast_tau: temperature of the contrast (tau in eq 11); ``tau`` is the temperature of info_nce.
         kd: distance of the distillation: ``kl`` of the softmax of the codes (eq 13), or ``mse`` of the codes.
         kd_temperature: temperature of ``kl``; the default is the released code's.
-        preset: what is not given: as ``printed`` in the paper, as in the ``released`` code, which trains without the
-            contrast and the distillation, or ``ours``.
+        preset: what is not given: as ``printed`` in the paper, as in the ``released`` code of commit a8cf9ef, which
+            trains without the contrast and the distillation, or ``ours``.
     """
 
     PRESETS: ClassVar[Mapping[str, Mapping[str, object]]] = {

@@ -81,7 +81,7 @@ class DiskQueue:
         self._stores: dict[StateStore, None] = {}
 
     def add(self, store: StateStore) -> None:
-        """Have :meth:`settle` write what a store has in memory only."""
+        """Let :meth:`settle` write the states that a store has in memory only."""
         self._stores[store] = None
 
     def settle(self) -> None:
@@ -99,7 +99,7 @@ class DiskQueue:
 class StateStore:
     """A silo's personal tensors by task number, in its own folder; without a queue each is written at once.
 
-    A queue need not be settled after each task; states that are outdated before it is are never written.
+    With a queue, a state that is outdated before the queue is settled may never be written.
 
     The folder is listed only at the start: files that are deleted while the process runs are missed, and never make a
     silo train from an older state.
@@ -172,7 +172,7 @@ class StateStore:
             self._newest, self._unwritten[sequence] = (sequence, contiguous), contiguous
             self._committed = committed
             self.write() if self._disk_queue is None else self._disk_queue.add(self)
-        if (snapshot := self._folder / _EPOCHS).exists():  # looking costs less than trying, which locks the folder
+        if (snapshot := self._folder / _EPOCHS).exists():  # cheaper than a failed unlink, which locks the folder
             snapshot.unlink()  # the task is done
 
     def drop_unwritten(self, committed: int) -> None:

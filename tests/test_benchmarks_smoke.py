@@ -130,7 +130,7 @@ def test_results_are_kept_in_a_new_file_with_the_machine(
     assert kept["machine"]["commit"] in file.name
     assert {"processor", "cores", "memory_gb", "load_average", "python", "torch", "numpy"} <= kept["machine"].keys()
     assert [(each["name"], each["failed"]) for each in kept["benchmarks"]] == [
-        ("soak", "not started, as the 0 minutes of all were over")
+        ("soak", "not started, as the limit of 0 minutes was reached")
     ]
     assert f"results: {file.relative_to(tmp_path)}" in capsys.readouterr().out
 

@@ -219,7 +219,7 @@ def problems() -> Iterator[str]:
             yield f"docs/reference/{name}: python -m tools.make_reference writes it anew"
     for page, made in make_results.pages().items():
         if page.read_text(encoding="utf-8") != made:
-            yield f"{page.relative_to(ROOT)}: python -m tools.make_results writes its tables anew"
+            yield f"{page.relative_to(ROOT)}: python -m tools.make_results updates its tables"
     yield from list_problems()
     yield from size_problems()
 

@@ -3,10 +3,10 @@
     python -m tools.make_results
 
 A file there is what ``fedmq compare FILE --json`` prints. Its table stands on a page between the lines ``<!-- table:
-NAME; columns: mean_r1, chosen; rows: fedavg, rcsr -->`` and ``<!-- end -->``; the page says what it shows and what
-follows. Columns and rows are optional, and a metric's column brings its difference. ``; short`` leaves out the command
-and the notes. ``<!-- course: NAME; merges: 0, 5, 10 -->`` shows the first metric after these merges instead. ``make
-static`` fails if a page is not what this command writes.
+NAME; columns: mean_r1, chosen; rows: fedavg, rcsr -->`` and ``<!-- end -->``; the text around it is written by
+hand. Columns and rows are optional, and a metric's column is followed by its differences. ``; short`` leaves out the
+command and the notes. ``<!-- course: NAME; merges: 0, 5, 10 -->`` shows the first metric after these merges instead.
+``make static`` fails if a page differs from what this command writes.
 """
 
 from __future__ import annotations

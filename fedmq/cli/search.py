@@ -415,8 +415,8 @@ def cross_command(
     table.add_row("items", *map(str, found.items[: len(shown)]))
     out.print(table)
     if len(shown) < len(found.silos):
-        print_line(f"{len(found.silos) - len(shown)} more columns are in --json")
-    print_line(f"mean on the own silo {found.own:.4f}, on others {found.others:.4f}")
+        print_line(f"--json shows the other {len(found.silos) - len(shown)} columns, too")
+    print_line(f"mean over models: on their own silo {found.own:.4f}, on other silos {found.others:.4f}")
     for name, why in found.without.items():
         err.print(f"[yellow]left out[/yellow] {name}: {escape(why)}", soft_wrap=True)
 

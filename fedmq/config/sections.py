@@ -162,8 +162,8 @@ class Aggregation(Part):
     )
     single_weight: NonNegative = Field(
         1.0,
-        description="factor of the weight of a single-modality silo's reply, and of other silos' unpaired items; with "
-        "0 it does not count. Statistics that a method does not weight, such as class prototypes, count in full",
+        description="factor of the weight of single-modality silos' replies, and of other silos' unpaired items; with "
+        "0 they do not count. Statistics that a method does not weight, such as class prototypes, count in full",
     )
     max_staleness: Whole | None = Field(
         None, ge=0, description="replies with a higher staleness are discarded; null: none are"

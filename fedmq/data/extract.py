@@ -240,12 +240,12 @@ def left_out(data: Data) -> str:
 
 
 def words_encoded(backbone: Backbone, seed: int, cache: Path, count: int) -> Array:
-    """The first :func:`~fedmq.encoders.lite.common_words` encoded by a backbone's frozen text encoder.
+    """Encode the first :func:`~fedmq.encoders.lite.common_words` with a backbone's frozen text encoder.
 
     Args:
         backbone: the scenario's backbone section.
         seed: seed of random weights.
-        cache: cache folder, which keeps the rows.
+        cache: cache folder, where the encoded words are kept.
         count: number of words.
 
     Returns:
@@ -258,7 +258,7 @@ def words_encoded(backbone: Backbone, seed: int, cache: Path, count: int) -> Arr
     from fedmq.encoders import lite  # noqa: PLC0415 - only these words need it
 
     if backbone.name == "features":
-        raise InputError("backbone.name", "features", "an encoder of texts, which the method's public words need")
+        raise InputError("backbone.name", "features", "a backbone with a text encoder, which public words need")
     words, encoder = lite.common_words(count), text_encoder(backbone, seed, cache, "cpu")
     path = cache / "features" / f"{key_of('words', words, encoder.digest)}.npy"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,8 @@ def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRo
 
 
 def _usable(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[Present, Present]:
-    """Whether each item has an image and captions that a silo may use, two of bool [m]; by columns, which is fast."""
+    """Whether each item has an image, and captions, that a silo may use: two arrays of bool [m]."""
+    # Selecting columns first is faster.
     return np.asarray(present)[:, 0][rows] & image, np.asarray(present)[:, 1][rows] & text
 
 

@@ -254,9 +254,9 @@ def cut(texts: Sequence[str]) -> list[bool]:
 
 @functools.cache
 def common_words(count: int) -> list[str]:
-    """Lower-case English words of three or more letters, the most frequent of the text tower's tokeniser first.
+    """Lower-case words of three or more letters in the text tower's English tokeniser, the most frequent first.
 
-    They depend on no data set. There are 21,358; fewer than ``count`` are returned if it is larger.
+    They do not depend on any data set. There are 21,358; all of them are returned if ``count`` is larger.
     """
     vocabulary = tokenizer().get_vocab()
     words = (word for word in sorted(vocabulary, key=vocabulary.__getitem__) if re.fullmatch("[a-z]{3,}", word))
@@ -370,14 +370,14 @@ class ImageEncoder(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Framed and scaled images float32 [n, 3, EDGE, EDGE] to float32 [n, DIM], unit length."""
 
-        def coarse(maps: Tensor) -> Tensor:  # the same areas of 7 x 7 maps; ONNX lacks adaptive pooling
+        def coarse(maps: Tensor) -> Tensor:  # has _coarse's windows on 7 x 7 maps; ONNX lacks adaptive pooling
             return functional.avg_pool2d(maps, 3, 2)
 
         return _joint("image", _pooled(image_tower(), x, coarse))
 
 
 class TextEncoder(torch.nn.Module):
-    """:func:`encode_texts` as a module, likewise."""
+    """:func:`encode_texts` as a module, to be exported; its inputs are those of :func:`lite_inputs.one_input`."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Tokens int64 [n, tokens] and bool [n, tokens], False for padding, to float32 [n, DIM], unit length."""

@@ -50,12 +50,12 @@ def tokenizer() -> Tokenizer:
 
 
 def padded(tokens: int) -> int:
-    """Length to which a text of so many tokens is padded."""
+    """Length to which a text of this many tokens is padded."""
     return -(-tokens // TOKEN_STEP) * TOKEN_STEP
 
 
 def one_input(item: str | Pixels) -> dict[str, npt.NDArray[Any]]:
-    """A text or an image as the inputs of an encoder of :mod:`fedmq.encoders.lite` that is a module, by name.
+    """A text or an image as inputs, by name, of ``TextEncoder`` or ``ImageEncoder`` in :mod:`fedmq.encoders.lite`.
 
     These are ``ids`` int64 [1, tokens] and ``mask`` bool [1, tokens], or ``x`` float32 [1, 3, EDGE, EDGE].
     """

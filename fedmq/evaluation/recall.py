@@ -267,9 +267,9 @@ def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, flo
 
 
 def chance_std(value: float, items: Sequence[int]) -> float:
-    """Standard deviation of R@1 over silos that few queries cause alone, if the model is equally good for all silos.
+    """Standard deviation of R@1 over silos that is expected by chance if the model is equally good for all silos.
 
-    The binomial error of a mean over both directions, as if all queries were independent: sqrt(mean of p (1 - p) / 2n).
+    The binomial error of the mean of both directions, as if all queries were independent: sqrt(mean of p (1 - p) / 2n).
 
     Args:
         value: p, mean R@1 over silos.

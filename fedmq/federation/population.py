@@ -125,7 +125,7 @@ class Population:
         return counts_of(self.prepared, self._union(*parts), present)
 
     def _union(self, *parts: I64) -> I64:
-        """Rows that are in any part, ascending; by marking them, which is faster than sorting them."""
+        """Rows that are in any part, ascending; they are marked, which is faster than sorting them."""
         held = np.zeros(self.prepared.n, np.bool_)
         for part in parts:
             held[part] = True
@@ -357,7 +357,7 @@ def _read_npz(path: Path) -> dict[str, I64] | None:
 
 
 def _digest(arrays: Mapping[str, I64]) -> str:
-    """BLAKE3 (hex) of a partition's arrays, with which it is kept in the cache; every process of a run computes it."""
+    """BLAKE3 (hex) of a partition's arrays, kept with it in the cache; every process of a run computes it."""
     hashed = blake3()
     for name, array in sorted(arrays.items()):
         hashed.update(f"{name} {array.dtype} {array.shape}\n".encode())

@@ -177,7 +177,7 @@ class Update:
     payloads: tuple[Payload, ...]  # the change of the parameters, and the statistics that the method has silos report
     # Weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
     participation_weight: float = 1.0
-    # Weight factor of items that lack a modality, ``aggregation.single_weight``; 1 for a silo of pairs alone.
+    # Mean weight factor of the trained items: ``aggregation.single_weight`` if they lack a modality, 1 for pairs.
     modality_weight: float = 1.0
     # The state that its task was created from, to interpret a stale update; None if it is the state that the reply is
     # merged into.

@@ -46,7 +46,7 @@ from silos.tasks import Silo, SiloArguments
 
 #: Interval between measurements of memory, which take about a second for thirty silos [s].
 _MEMORY_SECONDS = 30.0
-#: Least time between two checkpoints of a run in one process [s].
+#: Minimum time between two checkpoints of a run in one process [s].
 _CHECKPOINT_SECONDS = 30.0
 
 
@@ -184,11 +184,11 @@ def simulate_inline(
     """Run a scenario in this process: silos and evaluator are function calls, without messages.
 
     The model is bit-identical to that of real processes, in about half the processor time, but there are no messages to
-    audit. A run that is killed loses up to half a minute, as it does not write a checkpoint after each merge. Arguments
-    and errors as in :func:`simulate`.
+    audit. A run that is killed loses up to half a minute of work, as it does not write a checkpoint after each merge.
+    Arguments and errors as in :func:`simulate`.
     """
     began, scenario = time.monotonic(), run.scenario
-    # What is done again after a crash gives the same, unless it depends on the wall clock or on a scripted fault.
+    # Work that is repeated after a crash has the same result, unless it depends on the wall clock or a scripted fault.
     seconds = 0.0 if scenario.faults or scenario.clock == "wall" else _CHECKPOINT_SECONDS
     arguments = CoordinatorArguments(
         run, InProcessPeers.uri, folder.root, folder.root, resume, data, logs=logs, checkpoint_seconds=seconds

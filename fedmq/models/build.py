@@ -42,7 +42,7 @@ def build(
         device: device of the model.
         modalities: modalities whose frozen towers are loaded. The model always has the trainable parameters of both.
         cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
-        initial: whether to compute the initial parameters; without, they are zeros until others are loaded.
+        initial: whether to compute the initial parameters; if false, all are 0 until others are loaded.
 
     Raises:
         InputError: backbone, objective and data do not fit together.

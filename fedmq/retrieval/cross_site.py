@@ -1,8 +1,8 @@
-"""Personal models across silos: the model of one silo on the held-out items of every other.
+"""Evaluate the personal model of each silo on the held-out items of every silo.
 
 Cross-site evaluation shows whether a personal model fits its own silo better than others' models do, and what a silo
 would lose with the model of another one. All queries retrieve from the gallery of ``evaluation.silo_gallery``; with its
-default, the whole split, values of different silos have the same chance level.
+default, the whole split, chance is the same for all silos.
 """
 
 from __future__ import annotations
@@ -77,6 +77,6 @@ def measured(
         rows[name] = [found[silo][metric] for silo in silos]
     report(len(names))
     if heldout is None:
-        raise InputError("--silo", f"no personal model: {next(iter(without.values()))}", "a run with personal models")
+        raise InputError("RUN", f"no personal model: {next(iter(without.values()))}", "a run with personal models")
     counts = tuple(len(heldout.items[silo]) for silo in silos)
     return CrossSite(tuple(rows), tuple(silos), counts, np.array(list(rows.values())), without)

@@ -37,7 +37,7 @@ Among = Literal["images", "captions"]
 
 FORMAT: Final = 1
 AGAIN = "an exported gallery; delete the folder to create it again"
-#: Folder in the cache for galleries of models whose own folder cannot be written.
+#: Folder in the cache for galleries of models whose own folder is not writable.
 ELSEWHERE: Final = "galleries"
 #: Maximum size of ``items.jsonl`` [bytes].
 _MOST_BYTES: Final = 1 << 32

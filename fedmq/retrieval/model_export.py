@@ -127,11 +127,11 @@ def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
     """Write the ONNX files with which a query is encoded without torch, unless they are in the cache.
 
     Returns:
-        Their folders; None if the model has another encoder than ``lite`` or a layer that ONNX lacks, cannot stand
-        alone, or a package is missing.
+        Their folders; None if the encoder is not ``lite``, ONNX lacks a layer of the model, retrieval needs a silo's
+        personal model, or a package is missing.
 
     Raises:
-        RunError: the cache cannot be written, or an exported tower computes something else.
+        RunError: the cache cannot be written, or an exported tower's outputs differ from the model's.
     """
     folders = query_folders(files.config, modality)
     if folders is None or folders.exist or files.config.personal_only:
@@ -169,7 +169,7 @@ def _write_tower(tower: _Tower, inputs: InputSpec, path: Path) -> None:
 def _write_onnx(
     module: nn.Module, examples: Mapping[str, Tensor], output: str, axes: Mapping[str, Mapping[int, str]], path: Path
 ) -> None:
-    """Write a module to an ONNX file; ``axes`` are the names of inputs' and the output's axes of any length."""
+    """Write a module to an ONNX file; ``axes`` names the axes of inputs and output that have any length."""
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # ONNX lacks the fused attention of inference
@@ -189,7 +189,7 @@ def _write_onnx(
             )
     except Exception as error:  # the exporter raises many types for layers that it does not know
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(f"--onnx: {path.name}", reason[:200], "layers that ONNX has") from None
+        raise InputError(f"--onnx: {path.name}", reason[:200], "layers that ONNX supports") from None
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
 

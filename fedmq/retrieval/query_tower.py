@@ -1,4 +1,4 @@
-"""Encode a query in onnxruntime: importing torch takes longer than a search.
+"""Encode a query with onnxruntime, because importing torch takes longer than a search.
 
 The first search with a model whose backbone is ``lite`` writes two ONNX files to the cache: the frozen encoder, which
 all models share, and the model's tower. They compute the same as the model, up to rounding.
@@ -30,7 +30,7 @@ class QueryFolders(NamedTuple):
     """Folders of the two ONNX files for queries of a modality."""
 
     encoder: Path  # of the frozen encoder, whose inputs are those of :func:`lite_inputs.one_input`
-    tower: Path  # of the model's tower, as of ``fedmq export --onnx``
+    tower: Path  # of the model's tower, as ``fedmq export --onnx`` writes it
 
     @property
     def exist(self) -> bool:

@@ -1,11 +1,12 @@
 """Rankings of the evaluated items as TREC files, for evaluation with trec_eval, ir_measures or pytrec_eval.
 
-Both directions have a file of relevance judgements, ``i2t.qrels`` with lines ``query 0 item relevance``, and a run,
+Each direction has a file of relevance judgements, ``i2t.qrels`` with lines ``query 0 item relevance``, and a run,
 ``i2t.run`` with lines ``query Q0 item rank score name`` (https://trec.nist.gov, trec_eval's README). An image is named
 by its item's key, a caption by the key and its number, ``key#0``; characters that end a field are percent-encoded.
 
-An item's own pairs are relevant. Further positives, such as ECCV Caption's (Chun et al., ECCV 2022), come from files in
-the format of judgements; :func:`scores_of` then measures what that paper reports beside recall: mAP@R and R-precision.
+An image and its own captions are relevant to each other. Further positives, such as ECCV Caption's (Chun et al., ECCV
+2022), come from files in the format of judgements; :func:`scores_of` then measures what that paper reports beside
+recall: mAP@R and R-precision.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Rankings:
     queries: Sequence[str]  # names of the Q queries
     items: Sequence[str]  # names of the N items of the gallery
     found: I64  # int64 [Q, K], the first K items of each query, best first
-    scores: npt.NDArray[np.float32]  # [Q, K], cosines, or of codes the number of equal bits minus that of others
+    scores: npt.NDArray[
+        np.float32
+    ]  # [Q, K], cosines, or for codes the number of equal bits minus that of different ones
     relevant: Mapping[str, frozenset[str]]  # names of each query's relevant items
 
 
@@ -124,10 +127,10 @@ def _run(ranking: Rankings, tag: str) -> Iterator[str]:
 
 
 def with_positives(rankings: Mapping[Direction, Rankings], file: Path) -> dict[Direction, Rankings]:
-    """Add the positives of a file of judgements, whose queries are images or captions; relevance 0 is none.
+    """Add the positives of a file of judgements, whose queries are images or captions; 0 means not relevant.
 
     Raises:
-        InputError: the file cannot be read, or names no query and item of these rankings.
+        InputError: the file cannot be read, or adds no positive to these rankings.
     """
     pairs = set()
     text = read_regular(file, _LINE).decode("utf-8", "replace")
@@ -147,7 +150,7 @@ def with_positives(rankings: Mapping[Direction, Rankings], file: Path) -> dict[D
         added[way] = Rankings(ranking.queries, ranking.items, ranking.found, ranking.scores, kept)
     if all(added[way].relevant == ranking.relevant for way, ranking in rankings.items()):
         allowed = "judgements of evaluated items, named as in i2t.qrels and t2i.qrels"
-        raise InputError(str(file), "no further positive", allowed)
+        raise InputError(str(file), "no further positives", allowed)
     return added
 
 

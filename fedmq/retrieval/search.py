@@ -124,7 +124,7 @@ def find(
 def find_again(
     root: Path, query: Query, *, chosen: Path | None = None, among: Among | None = None, top: int = 10
 ) -> SearchHits | None:
-    """Search a gallery that the shared model has encoded, without the model and without torch; None if it is needed.
+    """Search a gallery that the shared model has encoded, without the model and torch; None if they are needed.
 
     Args:
         root: the run folder, or the folder of a model without its run.

@@ -156,7 +156,7 @@ class AcceptedKeys(Mapping[str, Ed25519PublicKey]):
 
     Args:
         directory: the folder.
-        only: the name whose key alone is read; None reads all.
+        only: read only the key of this name; None reads all.
 
     Raises:
         InputError: the folder is missing or can be written by another user, a file is not an Ed25519 public key, or two

@@ -1,7 +1,7 @@
 """DGCPN (Yu et al. 2021): codes that preserve a neighbourhood graph, FedUCH's first base (FedUCH eqs 4-7).
 
 Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality. The last
-weights of both towers start from N(0, 0.3^2), those of the image tower too, unlike in its code.
+weights of both towers start from N(0, 0.3^2), in its code those of the text tower alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Needs no labels. A single-modality silo reconstructs the similarity within its modality. Its code trains AlexNet below
 the codes. Here the image tower has a hidden layer over frozen features, and both towers have dropout before the code;
-the code's text tower has none. Features are compared as they are: where all share a large mean, cosines are nearly
-equal and the target says little.
+the code's text tower has none. Features are not centred: if all share a large mean, cosines are nearly equal
+and the target carries little information.
 """
 
 from __future__ import annotations

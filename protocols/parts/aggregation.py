@@ -212,14 +212,15 @@ def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
 
 
 def conflict_free(parts: Sequence[Tensor], weights: Tensor, paired: Tensor) -> Tensor:
-    """Step of a branch in which single-modality silos add to the paired silos' step and never reduce it.
+    """Step of a branch in which single-modality silos add to the paired silos' step and never oppose it.
 
     With P the mean update of the paired silos, S that of the others and r the others' share of the weights:
 
         S' = S - min(0, <S, P>) P / |P|^2,    step = P + r min(1, |P| / |S'|) S'
 
     so <step, P> >= |P|^2 and |step| <= (1 + r) |P|. The projection is that of PCGrad (Yu et al., NeurIPS 2020) between
-    tasks and of FedGH (Zhang et al., 2023, arXiv 2309.06692) between all pairs of silos; here one side alone gives way.
+    tasks and of FedGH (Zhang et al., 2023, arXiv 2309.06692) between all pairs of silos; here only the update
+    of the single-modality silos is projected.
 
     Args:
         parts: updates [n] of the silos that trained the branch or have weight 0.

@@ -80,8 +80,9 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         fair_center: step q by the normalised loss minus 1; if false, by the normalised loss, as printed. Not used by
             ``code``, which takes raw losses.
         branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum. With
-            ``conflict_free`` the single-modality silos' mean is added to that of the paired silos, without what points
-            against it and no longer than it (``protocols.parts.aggregation.conflict_free``).
+            ``conflict_free``, the single-modality silos' mean update loses its component against the paired silos' mean
+            update, is shortened to at most its length, and is added to it by weight
+            (``protocols.parts.aggregation.conflict_free``).
         personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
             ``router`` weights (eq 13).
         s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with

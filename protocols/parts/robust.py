@@ -2,7 +2,7 @@
 
 ``norm_bound`` scales updates, ``krum`` drops replies, ``median`` and ``trimmed_mean`` replace every update by the same
 robust update: any method weights that sum to 1 over the silos that train a module then yield that update (with
-``branch_renorm: true``; if modalities are missing, the papers' plain sum shrinks it and ``conflict_free`` extends it).
+``branch_renorm: true``; if modalities are missing, the papers' plain sum shortens it, ``conflict_free`` lengthens it).
 
 A silo counts for a module of the network only if it trained it, so that silos that lack a modality neither outvote the
 others nor appear as outliers. An idle silo's reply, whose update is zero throughout, and one whose factor is

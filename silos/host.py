@@ -116,7 +116,7 @@ class Host:
             deliver=deliver,
         )
         notes = StateNotes(StateStore(folder.silo_state(name)), log)
-        sums = secure_sums_of(arguments, identity, self.accepted, log)
+        sums = secure_sums_of(arguments, identity, log)
         self.members[name] = _Member(log, notes, logger, sums)
         log.start(identity, self.accepted, StartFacts.of(arguments.run, self.population.prepared.content))
         channel.statement = (self.population.statement(self.population.facts(name), self._items, arguments.run.id),)

@@ -74,7 +74,7 @@ def run_silo(
     try:
         # Load the data before the handshake, after which the silo must be ready for tasks.
         start = SiloStart.of(arguments, identity)
-        sums = secure_sums_of(arguments, identity, accepted, log)
+        sums = secure_sums_of(arguments, identity, log)
         ready = None if start.silo is None else ReadySilo.of(start.silo, arguments.run, log, sums)
         log.start(identity, accepted, StartFacts.of(arguments.run, start.content))
         link.statement = start.statement
@@ -248,12 +248,11 @@ class ReadySilo:
         return self.sums.withhold(header.base_version, payloads, layout, self.silo.facts)
 
 
-def secure_sums_of(
-    arguments: SiloArguments, identity: Identity, accepted: Accepted, log: MessageLog
-) -> SecureSums | None:
-    """A silo's part in secure sums; None if the scenario has none."""
+def secure_sums_of(arguments: SiloArguments, identity: Identity, log: MessageLog) -> SecureSums | None:
+    """A silo's part in secure sums, for which it accepts all silos' keys; None if the scenario has none."""
     if arguments.scenario.privacy.secure_aggregation is None:
         return None
+    accepted = load_accepted(arguments.keys)
     return SecureSums(arguments.run, identity, accepted, arguments.keys, arguments.out, log)
 
 

@@ -132,8 +132,8 @@ def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
         cache cannot be written.
     """
     folders = query_folders(files.config, modality)
-    if folders is None or folders.exist or files.config.personal_only:
-        return None if folders is None or not folders.exist else folders
+    if folders is None or folders.exist:
+        return folders
     from fedmq.encoders import lite, lite_inputs  # noqa: PLC0415 - only this backbone needs it
 
     def fill_encoder(made: Path) -> None:

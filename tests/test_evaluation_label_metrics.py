@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmq.evaluation import hamming, label_metrics, recall
-from fedmq.evaluation.recall import fairness
+from fedmq.evaluation.recall import chance_std, fairness
 from tests import definitions
 
 seeds = st.integers(0, 2**32 - 1)
@@ -378,6 +378,11 @@ def test_no_queries_give_zeros() -> None:
     nothing = recall.recalls(np.zeros((0, 4)), np.zeros((0, 4)), np.zeros(0, int))
     assert set(nothing.values()) == {0.0}
     assert fairness([]) == {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
+
+
+def test_chance_alone_spreads_recall_over_equal_silos_as_stated() -> None:
+    drawn = np.random.default_rng(0).binomial(2 * np.array([20, 80]), 0.3, (20000, 2)) / [40, 160]
+    assert chance_std(0.3, [20, 80]) == pytest.approx(np.sqrt(drawn.var(axis=0).mean()), rel=0.02)
 
 
 @settings(max_examples=30, deadline=None)

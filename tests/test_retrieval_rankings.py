@@ -74,6 +74,14 @@ def test_the_files_measure_what_the_run_measured(
 
 def test_names_have_no_blanks_and_damaged_judgements_are_refused(tmp_path: Path) -> None:
     assert rankings._named(["a b%", "ü", "x/y#0"]) == ["a%20b%25", "%C3%BC", "x/y#0"]
-    (tmp_path / "bad.qrels").write_text("a 0 b 1\na 0 b\n")
-    with pytest.raises(InputError, match="line 2"):
-        rankings.with_positives({}, tmp_path / "bad.qrels")
+    for line in ("a 0 b", "a 0 b ²", "a 0 b --1"):
+        (tmp_path / "bad.qrels").write_text(f"a 0 b 1\n{line}\n")
+        with pytest.raises(InputError, match="line 2"):
+            rankings.with_positives({}, tmp_path / "bad.qrels")
+
+
+def test_a_query_with_more_relevant_items_than_its_ranking_has_places_is_refused() -> None:
+    relevant = {"q": frozenset({"a", "b", "c"})}
+    short = rankings.Rankings(["q"], ["a", "b", "c"], np.array([[0, 1]]), np.zeros((1, 2), np.float32), relevant)
+    with pytest.raises(InputError, match="3 or more"):
+        rankings.scores_of(short)

@@ -208,7 +208,9 @@ def export_command(
         Path | None,
         typer.Option("--positives", metavar="FILE", help="With --trec: judgements (qrels) of further relevant items."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=10, help="With --trec: items per query.")] = 100,
+    top: Annotated[
+        int | None, typer.Option("--top", min=10, help="With --trec: items per query, by default 100.")
+    ] = None,
     silo: OwnModel = None,
     site: AtSite = None,
     device: Device = None,
@@ -228,8 +230,8 @@ def export_command(
     Example: [bold]fedmq export runs/smoke --trec trec[/bold]
     """
     others = (("--gallery", chosen), ("--trec", trec), ("--silo", silo), ("--site", site), ("--device", device))
-    if positives is not None and trec is None:
-        raise InputError("--positives", str(positives), "only with --trec DIR")
+    if trec is None:
+        _refuse((("--positives", positives), ("--top", top)), "only with --trec DIR")
     if onnx is not None or hub is not None:
         _refuse(others, "no such option with --onnx or --hub")
         _export_model(_released(run, "cpu", None, None, bar()), onnx, hub, as_json=as_json)
@@ -238,7 +240,7 @@ def export_command(
     released = _released(run, device, silo, site, show)
     if trec is not None:
         _refuse(others[:1], "no such option with --trec, which ranks the items that the run evaluated")
-        _export_rankings(released, trec, positives, top, show, as_json=as_json)
+        _export_rankings(released, trec, positives, top or 100, show, as_json=as_json)
         return
     _export_gallery(released, chosen or site, show, as_json=as_json)
 
@@ -274,8 +276,8 @@ def _export_rankings(
     found = rankings.ranked(released, top, show)
     if positives is not None:
         found = rankings.with_positives(found, positives)
-    files = [path.name for path in rankings.write(found, folder, released.run.root.resolve().name)]
     scores = {way: rankings.scores_of(ranking) for way, ranking in found.items()}
+    files = [path.name for path in rankings.write(found, folder, released.run.root.resolve().name)]
     if as_json:
         print_json({"folder": str(folder), "files": files, "scores": scores}, indent=None)
         return

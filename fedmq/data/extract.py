@@ -261,7 +261,6 @@ def words_encoded(backbone: Backbone, seed: int, cache: Path, count: int) -> Arr
         raise InputError("backbone.name", "features", "a backbone with a text encoder, which public words need")
     words, encoder = lite.common_words(count), text_encoder(backbone, seed, cache, "cpu")
     path = cache / "features" / f"{key_of('words', words, encoder.digest)}.npy"
-    path.parent.mkdir(parents=True, exist_ok=True)
 
     def encode(part: range) -> Array:
         return encoder.encode(words[part.start : part.stop])

@@ -358,8 +358,7 @@ OVER_SILOS: tuple[Metric, ...] = (
 _KNOWN = (*(metric for measure in BUILT_IN for metric in measure.metrics), *OVER_SILOS)
 
 
-@lru_cache(1024)  # an evaluation looks up the same names for each silo
-def _found(name: str, metrics: tuple[Metric, ...]) -> Metric | None:
+def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
     return next((named for metric in metrics if (named := metric.named(name)) is not None), None)
 
 

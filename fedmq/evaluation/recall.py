@@ -275,7 +275,7 @@ def chance_std(value: float, items: Sequence[int]) -> float:
         value: p, mean R@1 over silos.
         items: n, number of held-out items of each silo, at least one each.
     """
-    return math.sqrt(value * (1 - value) * float(np.mean([1 / (2 * n) for n in items]))) if items else 0.0
+    return math.sqrt(value * (1 - value) * float(np.mean([1 / (2 * n) for n in items])))
 
 
 def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -58,17 +58,18 @@ def measured(
         InputError: no silo has a personal model, or the metric is not measured for silos.
     """
     rows: dict[str, list[float]] = {}
-    without: dict[str, str] = {}
+    failed: dict[str, InputError] = {}
     heldout, report = None, tell(progress, "models measured", len(names))
     for done, name in enumerate(names):
         report(done)
         try:
             release = opened(name)
         except InputError as error:
-            without[name] = str(error)
+            failed[name] = error
             continue
-        population = evaluated_population(release)
-        heldout = heldout or HeldOut.load(release.scenario, population)
+        if heldout is None:
+            population = evaluated_population(release)
+            heldout = HeldOut.load(release.scenario, population)
         silos = [silo for silo, items in heldout.items.items() if len(items)]
         model = release.retriever(population.prepared)
         found = heldout.measured(model.encoders, binary=model.binary, names=silos).per_silo
@@ -77,6 +78,7 @@ def measured(
         rows[name] = [found[silo][metric] for silo in silos]
     report(len(names))
     if heldout is None:
-        raise InputError("RUN", f"no personal model: {next(iter(without.values()))}", "a run with personal models")
+        raise next(iter(failed.values()))
     counts = tuple(len(heldout.items[silo]) for silo in silos)
+    without = {name: str(error) for name, error in failed.items()}
     return CrossSite(tuple(rows), tuple(silos), counts, np.array(list(rows.values())), without)

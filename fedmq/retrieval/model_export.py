@@ -127,15 +127,13 @@ def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
     """Write the ONNX files with which a query is encoded without torch, unless they are in the cache.
 
     Returns:
-        Their folders; None if the encoder is not ``lite``, ONNX lacks a layer of the model, retrieval needs a silo's
-        personal model, or a package is missing.
-
-    Raises:
-        RunError: the cache cannot be written, or an exported tower's outputs differ from the model's.
+        Their folders; None if torch has to encode the query: the model has another encoder than ``lite`` or a layer
+        that ONNX lacks, cannot stand alone, its exported tower computes something else, a package is missing, or the
+        cache cannot be written.
     """
     folders = query_folders(files.config, modality)
-    if folders is None or folders.exist or files.config.personal_only:
-        return None if folders is None or not folders.exist else folders
+    if folders is None or folders.exist:
+        return folders
     from fedmq.encoders import lite, lite_inputs  # noqa: PLC0415 - only this backbone needs it
 
     def fill_encoder(made: Path) -> None:
@@ -153,9 +151,8 @@ def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
 
     try:
         for folder, fill in ((folders.encoder, fill_encoder), (folders.tower, fill_tower)):
-            folder.parent.mkdir(parents=True, exist_ok=True)
             build_once(folder, fill)
-    except InputError:
+    except (InputError, RunError):
         return None
     return folders
 

@@ -11,6 +11,7 @@ recall: mAP@R and R-precision.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def with_positives(rankings: Mapping[Direction, Rankings], file: Path) -> dict[D
     text = read_regular(file, _LINE).decode("utf-8", "replace")
     for number, line in enumerate(text.splitlines(), start=1):
         fields = line.split()
-        if len(fields) != 4 or not fields[3].lstrip("-").isdigit():
+        if len(fields) != 4 or re.fullmatch(r"-?\d+", fields[3]) is None:
             raise InputError(f"{file}: line {number}", line, _LINE)
         if int(fields[3]) > 0:
             pairs.add((fields[0], fields[2]))
@@ -159,7 +160,13 @@ def scores_of(ranking: Rankings) -> dict[str, float]:
 
     With R the number of a query's relevant items, R-precision is their fraction among the first R, and mAP@R the mean
     over these R places of the precision at each that holds a relevant item (Musgrave et al., ECCV 2020).
+
+    Raises:
+        InputError: a query has more relevant items than its ranking has places.
     """
+    most, places = max(map(len, ranking.relevant.values())), ranking.found.shape[1]
+    if most > places:
+        raise InputError("--top", places, f"{most} or more: so many items are relevant to one query")
     values: dict[str, list[float]] = defaultdict(list)
     for query, found in zip(ranking.queries, ranking.found.tolist(), strict=True):
         relevant = ranking.relevant[query]

@@ -90,20 +90,11 @@ class Loop:
         self._inbox = Inbox(self.roster, self.log, self.clock, self.fault_injector)
         self._began = self._checked = self._inbox.caught_up
         self._patience = self.run_context.scenario.aggregation.lost_after
-        injector, committed = self.fault_injector, self.rounds.committed
+        run_context, injector, committed = self.run_context, self.fault_injector, self.rounds.committed
         self.saving = Checkpointing(
-            self.run_context,
-            self.clock,
-            self.log,
-            self.counters,
-            self.roster,
-            injector,
-            committed,
-            self.checkpoint_seconds,
+            run_context, self.clock, self.log, self.counters, self.roster, injector, committed, self.checkpoint_seconds
         )
-        self._outcomes = Outcomes(
-            self._facts, self.due, self.clock, self._timeline, self.fault_injector, self.log, self.counters
-        )
+        self._outcomes = Outcomes(self._facts, self.due, self.clock, self._timeline, injector, self.log, self.counters)
         self._outcomes.schedule_saved(self.rounds.pending)
         if off := self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
             record = self.log.note(LogEvent.OFF_AT_START, silos=", ".join(off))

@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
-from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits
+from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, adds_sum
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.profiling import span
 from fedmq.runs.run_records import EvaluatedItems
@@ -269,7 +269,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     check_robust(run_context)
-    if scenario.privacy.secure_aggregation is not None and not run_context.traits.adds_sum:
+    if scenario.privacy.secure_aggregation is not None and not adds_sum(method):
         able = [name for name in protocols.names() if protocols.default_traits(name).adds_sum]
         found = f"with {scenario.protocol.label}, whose merge is more than a weighted sum of the updates"
         raise InputError("privacy.secure_aggregation", found, f"null, or a method of {', '.join(able)}")

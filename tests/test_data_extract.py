@@ -373,7 +373,7 @@ def test_a_manifest_may_lack_a_modality_altogether(lacking: str, tmp_path: Path)
 def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentence vectors without loading the sentence encoder."""
     lite = pytest.importorskip("fedmq.encoders.lite")
-    monkeypatch.setattr(lite, "weights_digest", lambda: "lite")
+    monkeypatch.setattr("fedmq.encoders.lite_inputs.weights_digest", lambda: "lite")
     monkeypatch.setattr(lite, "text_features", lambda texts: np.ones((len(texts), lite.TEXT_DIM), np.float32))
 
 

@@ -232,6 +232,16 @@ class WeightedSum:
     finish: Callable[[torch.Tensor, Sequence[Update], torch.Tensor], MergeResult]
 
 
+def adds_sum(method: FederatedProtocol) -> bool:
+    """Whether merges of a method add a weighted sum: its traits say so, and its ``weigh`` is that of its ``merge``.
+
+    A class that overrides ``merge`` alone merges in another way than the ``weigh`` that it inherits.
+    """
+    kind = type(method)
+    merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
+    return method.traits().adds_sum and weighing is not FederatedProtocol and merging in weighing.__mro__
+
+
 def encoders_of(model: TwoTower) -> Encoders:
     """The encoders of the model's two towers."""
     device = model.flat.device
@@ -463,11 +473,6 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
         raise InputError(
             place, "personal_only without personalised", "personalised True as well, or personal_only False"
         )
-    kind = type(method)
-    merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
-    if traits.adds_sum and (weighing is FederatedProtocol or merging not in weighing.__mro__):
-        allowed = "adds_sum False, or weigh in the class that defines merge or below it"
-        raise InputError(place, "adds_sum without the weigh of its merge", allowed)
     sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
     layer_names = [entry.name for entry in context.layout.entries]
     if traits.shared_layers is None:

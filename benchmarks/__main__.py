@@ -11,10 +11,10 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -89,7 +89,7 @@ def main() -> None:
     sys.exit(any(result.failed for result in results))
 
 
-def _keep(file: Path, about: dict[str, Any], results: list[Result]) -> None:
+def _keep(file: Path, about: Mapping[str, object], results: list[Result]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": about, "benchmarks": [asdict(result) for result in results]}, indent=1)
     file.write_text(text + "\n", encoding="utf-8")

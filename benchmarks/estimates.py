@@ -16,7 +16,7 @@ RUNS = (
     ("fedcafe/openmoji.yaml", ("rounds=5",)),
     ("feduch/openmoji.yaml", ("rounds=5",)),
 )
-#: So many items that an estimate rests on a part of them: training and evaluation; ``smoke``: evaluation only.
+#: Sizes at which `--check` measures only part of the items: in training and evaluation; ``smoke``: in evaluation.
 _LARGE = Roster(silos=20, items=60_000, width=128, rounds=4, selected=5, test=4000)
 _SMALL = Roster(silos=3, items=120, width=32, rounds=4, selected=3, test=2000)
 _SCENARIOS = Path(__file__).parent.parent / "scenarios"

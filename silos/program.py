@@ -66,7 +66,7 @@ def run_silo(
     torch.set_num_threads(1)
     device_of(arguments.device or arguments.scenario.device)  # refused before anything is written or sent
     identity = identity or load_identity(arguments.keys, arguments.name)
-    accepted = load_accepted(arguments.keys, COORDINATOR)  # a silo exchanges messages with nobody else
+    accepted = load_accepted(arguments.keys, COORDINATOR)  # a silo exchanges messages only with it
     logger = logger or open_log(arguments.logs, arguments.name)
     last_message = {"sent_at": 0.0}
     log, link = _log_and_channel(arguments, identity, accepted, lambda: last_message["sent_at"], logger)

@@ -1,4 +1,4 @@
-"""Whole runs of secure sums: the plain model but for fixed point, whoever drops out or is restarted in between."""
+"""Runs with secure aggregation give the plain run's model within fixed-point error, despite dropouts and restarts."""
 
 from __future__ import annotations
 

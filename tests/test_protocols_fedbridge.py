@@ -182,7 +182,7 @@ def test_centroids_are_sent_only_to_silos_that_lack_the_modality() -> None:
 
 
 @pytest.mark.parametrize(("options", "held"), [({"lambda_pseudo": 0.0}, []), ({"vocabulary": 9}, ["captions only"])])
-def test_centroids_are_not_sent_to_silos_that_do_not_use_them(options: dict[str, Any], held: list[str]) -> None:
+def test_centroids_are_not_sent_to_silos_that_do_not_use_them(options: dict[str, float], held: list[str]) -> None:
     run = population("fedbridge", {**NOW, **options})
     run.protocol.context = dataclasses.replace(run.context, words=lambda count: unit(count, DIM))  # type: ignore[attr-defined]
     run.round()

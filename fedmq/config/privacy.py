@@ -12,7 +12,7 @@ from fedmq.config.sections import Aggregation, Compression, NonNegative, Number,
 
 
 class SecureAggregation(Part):
-    """Sums of updates of which nobody but its silo sees a single one; see docs/explanation/secure_sums.md."""
+    """Secure aggregation: the coordinator sees only sums of updates; see docs/explanation/secure_sums.md."""
 
     range: Positive = Field(
         1.0,

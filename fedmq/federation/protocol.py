@@ -367,7 +367,9 @@ class FederatedProtocol(ABC):
         """
 
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
-        """The weights of a merge, before the sum of the updates is known; only methods with ``adds_sum`` have it.
+        """The weights of a merge, before the sum of the updates is known.
+
+        Required if the traits say ``adds_sum``.
 
         Args:
             state: the state before the merge.

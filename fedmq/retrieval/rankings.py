@@ -166,7 +166,7 @@ def scores_of(ranking: Rankings) -> dict[str, float]:
     """
     most, places = max(map(len, ranking.relevant.values())), ranking.found.shape[1]
     if most > places:
-        raise InputError("--top", places, f"{most} or more: so many items are relevant to one query")
+        raise InputError("--top", places, f"{most} or more, the number of items relevant to one of the queries")
     values: dict[str, list[float]] = defaultdict(list)
     for query, found in zip(ranking.queries, ranking.found.tolist(), strict=True):
         relevant = ranking.relevant[query]

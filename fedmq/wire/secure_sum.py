@@ -1,4 +1,4 @@
-"""Sums of updates of which nobody but its silo sees a single one: keys, masks, shares and rules.
+"""Secure aggregation: the keys, masks, shares and rules of sums in which no other party sees a silo's update.
 
 Double masking with a complete graph (Bonawitz et al., CCS 2017, figure 4). Silo u sends its weighted update in fixed
 point, modulo 2^32, plus the mask of its own seed, plus or minus a mask for each other silo v, which both derive from an

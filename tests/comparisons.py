@@ -12,6 +12,7 @@ from fedmq.experiments import grid as planning
 from fedmq.experiments import runner
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments.grid import ComparisonPlan, Entry
+from fedmq.launch.forkserver import start_job
 from fedmq.runs import results
 from fedmq.runs.results import Target
 from fedmq.storage.run_folder import RunFolder
@@ -30,7 +31,7 @@ def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tup
 
 
 def place(folder: Path) -> runner.Workplace:
-    return runner.Workplace(folder, resolve, lambda scenario: "data", processes=True, jobs=2)
+    return runner.Workplace(folder, resolve, lambda scenario: "data", processes=True, jobs=2, start=start_job)
 
 
 def digest_of(recall: float) -> str:

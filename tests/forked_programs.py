@@ -63,10 +63,10 @@ def _run(
     os.environ.update(environment)
     sys.argv, sys.path[:0] = ["fedmq", *words], [place]
     if JOBS_HERE in environment:
-        from fedmq.experiments import process_pool
+        from fedmq.launch import forkserver
         from tests.in_process_jobs import InThisProcess
 
-        process_pool.start = InThisProcess  # type: ignore[assignment]
+        forkserver.start_job = InThisProcess  # type: ignore[assignment]
     try:
         main()
     finally:

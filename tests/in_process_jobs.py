@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedmq.cli import main as cli
-from fedmq.experiments import process_pool
+from fedmq.experiments.process_pool import Job
+from fedmq.launch import forkserver
 
 
 class InThisProcess:
@@ -20,23 +21,20 @@ class InThisProcess:
 
     started: ClassVar[list[str]] = []
 
-    def __init__(self, job: process_pool.Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.started.append(job.name)
-        done = CliRunner().invoke(cli.app, list(job.command[3:]))
+        done = CliRunner().invoke(cli.app, list(job.words))
         job.log.write_text(f"fedmq: {done.exception}\n" if done.exit_code else "")
-        self.returncode = done.exit_code
-
-    def poll(self) -> int:
-        return self.returncode
+        self.exitcode = done.exit_code
 
     def terminate(self) -> None:
         """It is over."""
 
-    kill = wait = terminate
+    kill = join = terminate
 
 
 def run_jobs_here(monkeypatch: pytest.MonkeyPatch, kind: type[InThisProcess] = InThisProcess) -> list[str]:
     """Run jobs in this process from now on; returns the names of the jobs that are started, which grows."""
     monkeypatch.setattr(InThisProcess, "started", [])
-    monkeypatch.setattr(process_pool, "start", kind)
+    monkeypatch.setattr(forkserver, "start_job", kind)
     return InThisProcess.started

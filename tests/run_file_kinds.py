@@ -235,15 +235,12 @@ class _Here:
         from fedmq.cli import main
 
         job.log.write_text("")
-        self.returncode = CliRunner().invoke(main.app, list(job.command[3:])).exit_code
-
-    def poll(self) -> int:
-        return self.returncode
+        self.exitcode = CliRunner().invoke(main.app, list(job.words)).exit_code
 
     def terminate(self) -> None:
         """It is over."""
 
-    kill = wait = terminate
+    kill = join = terminate
 
 
 def _resolve_trial(file: Path, settings: Any, seed: int | None) -> ResolvedRun:
@@ -257,18 +254,14 @@ def _tune(folder: Path, trials: int, *, stopped: bool) -> tuning.Tuned:
     spec = {"tune": str(scenario_file()), "search": search, "trials": trials, "rounds": 1, "batch": 2, "startup": 2}
     file.write_text(yaml.safe_dump(spec))
     plan = files.plan_search(file, files.read_search(file), _resolve_trial)
-    place = Workplace(folder / "runs", _resolve_trial, lambda _: "", False, 2)
+    place = Workplace(folder / "runs", _resolve_trial, lambda _: "", False, 2, _Here)  # type: ignore[arg-type]
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: lambda: stopped)
 
 
 @cache
 def _searched() -> Folder:
     """A search with two finished trials, of which one run's summary is left."""
-    kept, process_pool.start = process_pool.start, _Here  # type: ignore[assignment]
-    try:
-        found = files_of(partial(_tune, trials=2, stopped=False))
-    finally:
-        process_pool.start = kept
+    found = files_of(partial(_tune, trials=2, stopped=False))
     runs, search = ("summary.json", "metrics.jsonl", "scenario.yaml"), ("search.json", "study.journal")
     return {at: file for at, file in found.items() if at in search or (at.endswith(runs) and at.count("/") == 2)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,20 @@ from fedmq.config import resolve as scenarios
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool, runner, tables
 from fedmq.experiments.grid import ComparisonPlan
+from fedmq.launch import forkserver
 from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import entries, finish, place
 
 
 def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> process_pool.Job:
-    return process_pool.Job(
-        name, (sys.executable, "-c", program), tmp_path / f"{name}.log", tmp_path / f"{name}.jsonl", rounds
-    )
+    log = tmp_path / f"{name}.log"
+    log.touch()
+    return process_pool.Job(name, (program,), log, tmp_path / f"{name}.jsonl", rounds)
+
+
+def start(job: process_pool.Job) -> BaseProcess:
+    """Start a job whose word is a program, as :func:`fedmq.launch.forkserver.start_job` starts a run."""
+    return forkserver.start(exec, job.words[0], log=job.log)
 
 
 @pytest.mark.slow
@@ -32,7 +38,7 @@ def test_a_failed_run_is_reported_with_its_last_error_line_and_the_others_contin
         job(tmp_path, "last", f"open({str(tmp_path / 'done')!r}, 'w')"),
     ]
     told: list[process_pool.JobProgress] = []
-    ended = process_pool.run_all(todo, 2, told.append, lambda: False)
+    ended = process_pool.run_all(todo, 2, told.append, lambda: False, start)
     assert ended == process_pool.Ended(
         {"bad": "no such thing", "mute": "ended with exit code 7", "killed": "killed by SIGKILL"}, stopped=False
     )
@@ -49,7 +55,7 @@ def test_at_most_the_requested_number_of_runs_is_active_and_each_uses_one_thread
         "own.unlink(); assert os.environ['OMP_NUM_THREADS'] == '1'"
     )
     ended = process_pool.run_all(
-        [job(tmp_path, str(number), program) for number in range(4)], 2, lambda how: None, lambda: False
+        [job(tmp_path, str(number), program) for number in range(4)], 2, lambda how: None, lambda: False, start
     )
     assert not ended.errors
     assert {path.read_text() for path in tmp_path.glob("*.seen")} <= {"1", "2"}
@@ -62,7 +68,7 @@ def test_a_stop_is_passed_on_to_the_runs_and_no_run_starts_after_it(tmp_path: Pa
         "pathlib.Path({ready!r}).touch(); time.sleep(1000)"
     ).format(path=str(tmp_path / "how"), ready=str(tmp_path / "ready"))
     todo = [job(tmp_path, "first", catching), job(tmp_path, "second", f"open({str(tmp_path / 'never')!r}, 'w')")]
-    ended = process_pool.run_all(todo, 1, lambda how: None, (tmp_path / "ready").exists)
+    ended = process_pool.run_all(todo, 1, lambda how: None, (tmp_path / "ready").exists, start)
     assert ended == process_pool.Ended({}, stopped=True)
     assert (tmp_path / "how").read_text() == "stopped"
     assert not (tmp_path / "never").exists()
@@ -85,7 +91,7 @@ def test_the_remaining_time_is_estimated_from_the_merges_on_file(tmp_path: Path)
         if how.running == (("a", 0.5),):
             (tmp_path / "seen").touch()
 
-    process_pool.run_all([job(tmp_path, "a", program)], 1, report, lambda: False)
+    process_pool.run_all([job(tmp_path, "a", program)], 1, report, lambda: False, start)
     assert told[0].running == (("a", 0.25),)
     assert told[0].left is None
     middle = next(how for how in told if how.running == (("a", 0.5),))
@@ -96,17 +102,17 @@ def test_the_remaining_time_is_estimated_from_the_merges_on_file(tmp_path: Path)
 def test_a_run_with_a_scenario_on_file_is_resumed_and_any_other_is_started(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     begun = runner.run_of(entry, (), 3, place(tmp_path))
-    fresh = runner.job_of(begun).command
-    assert fresh[1:4] == ("-m", "fedmq", "scenario")
-    assert fresh[5:7] == ("--out", str(begun.folder.root))
-    assert scenarios.load(Path(fresh[4])) == begun.scenario
+    fresh = runner.job_of(begun).words
+    assert fresh[0] == "scenario"
+    assert fresh[2:4] == ("--out", str(begun.folder.root))
+    assert scenarios.load(Path(fresh[1])) == begun.scenario
     begun.folder.root.mkdir()
     (begun.folder.root / "half").write_text("x")
-    assert "--out" in runner.job_of(begun).command
+    assert "--out" in runner.job_of(begun).words
     assert not begun.folder.root.exists()
     begun.folder.root.mkdir()
     begun.folder.scenario.write_text(begun.scenario.dump())
-    assert runner.job_of(begun).command[5:7] == ("--resume", str(begun.folder.root))
+    assert runner.job_of(begun).words[2:4] == ("--resume", str(begun.folder.root))
 
 
 def test_two_comparisons_cannot_work_on_the_same_runs_concurrently(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class WithRefusals(InThisProcess):
 
     def __init__(self, job: pool.Job) -> None:
         super().__init__(job)
-        folder = Path(job.command[job.command.index("--quiet") - 1])
+        folder = Path(job.words[job.words.index("--quiet") - 1])
         if scenarios.load(folder / "scenario.yaml").training.learning_rate == REFUSED_RATE:
             summary = json.loads((folder / "summary.json").read_text())
             refused = {"silo-01": {"refused": 1, "scripted": 0, "errors": 0, "last": "too long"}}

@@ -355,13 +355,14 @@ def carry_out(options: Options) -> None:
 def workplace(runs: Path, jobs: int | None, *, processes: bool, quiet: bool) -> Workplace:
     """Where and how the runs of a comparison or a search are executed, with their data prepared on this machine."""
     from fedmq.experiments import runner  # noqa: PLC0415
-    from fedmq.launch import preparation  # noqa: PLC0415
+    from fedmq.launch import forkserver, preparation  # noqa: PLC0415
 
     def prepare(run: ResolvedRun) -> Path:
         return preparation.prepare_population(run, None if quiet else bar())
 
     jobs = jobs or max(1, (os.cpu_count() or 1) // (2 if processes else 1))
-    return runner.Workplace(runs, resolved_file, runner.digest_once(prepare, check_partition), processes, jobs)
+    digest_of = runner.digest_once(prepare, check_partition)
+    return runner.Workplace(runs, resolved_file, digest_of, processes, jobs, forkserver.start_job)
 
 
 def check_partition(scenario: Scenario, folder: Path) -> None:

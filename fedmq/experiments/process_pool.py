@@ -1,24 +1,22 @@
-"""Execute runs in child processes, several in parallel; they are stopped cleanly and never outlive their parent."""
+"""Execute runs in child processes, several in parallel, and stop them cleanly."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import signal
-import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fedmq.clock import Clock, WallClock
 
+#: Maximum interval between two looks at what the runs have written [s].
 _POLL_SECONDS = 0.2
 _REPORT_SECONDS = 1.0
 #: Time [s] for a stopped run to write its last checkpoint and end its silos.
 _STOP_PATIENCE = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,14 @@ class Job:
     """One run to execute."""
 
     name: str  # shown while it runs and when it fails
-    command: tuple[str, ...]  # the program and its arguments
+    words: tuple[str, ...]  # arguments of ``fedmq``
     log: Path  # file for its standard error
     metrics: Path  # the run's ``metrics.jsonl``, from which its progress is read
     rounds: int  # number of merges of the run
+
+
+Start = Callable[[Job], BaseProcess]
+"""Starts the process of a job, which ends with its exit code, and receives SIGTERM if this process dies."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,14 @@ def run_all(
     at_once: int,
     report: Callable[[JobProgress], None],
     stop_wanted: Callable[[], bool],
+    start: Start,
     *,
     useless: Callable[[], Collection[str]] = tuple,
     clock: Clock | None = None,
 ) -> Ended:
     """Execute jobs in order, several in parallel; a failure does not affect the others."""
     clock = clock or WallClock()
-    waiting, running, errors = deque(jobs), dict[Job, subprocess.Popen[bytes]](), dict[str, str]()
+    waiting, running, errors = deque(jobs), dict[Job, BaseProcess](), dict[str, str]()
     initial, ended, reported, signalled = dict[Job, float](), 0, -_REPORT_SECONDS, set[Job]()
     try:
         while waiting or running:
@@ -80,9 +83,9 @@ def run_all(
                     ended += 1
                 else:
                     running[job] = start(job)
-            over = [job for job, process in running.items() if process.poll() is not None]
+            over = [job for job, process in running.items() if process.exitcode is not None]
             for job in over:
-                code = running.pop(job).returncode
+                code = running.pop(job).exitcode
                 ended += 1
                 if code and job not in signalled:
                     errors[job.name] = error_line(job.log, code)
@@ -90,11 +93,11 @@ def run_all(
                 reported = clock.now()
                 report(_progress(len(jobs), ended, initial, running, reported))
             if not over:
-                clock.pause(_POLL_SECONDS)
+                wait([process.sentinel for process in running.values()], _POLL_SECONDS)
     finally:
         for process in running.values():
             process.kill()
-            process.wait()
+            process.join()
     return Ended(errors, stopped=False)
 
 
@@ -109,40 +112,14 @@ def _progress(
     return JobProgress(ended, total, tuple((job.name, done) for job, done in fractions.items()), left)
 
 
-def start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a run in a new session, so that only its parent receives the terminal's Ctrl-C."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    parent = os.getpid()
-    with job.log.open("wb") as log:
-        return subprocess.Popen(  # noqa: S603 - our own program
-            job.command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-            # One thread per run: runs share the cores.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509 - no thread of ours holds a lock here
-        )
-
-
-def _die_with(parent: int) -> None:
-    """In a child before exec: have the kernel send SIGTERM when the parent dies for any reason (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def end(running: Collection[subprocess.Popen[bytes]]) -> None:
+def end(running: Collection[BaseProcess]) -> None:
     """Tell runs to stop after their current merge; kill those that take too long."""
     for process in running:
         process.terminate()
     clock = WallClock()
     for process in running:
-        try:
-            process.wait(max(0.1, _STOP_PATIENCE - clock.now()))
-        except subprocess.TimeoutExpired:
+        process.join(max(0.1, _STOP_PATIENCE - clock.now()))
+        if process.exitcode is None:
             process.kill()
 
 

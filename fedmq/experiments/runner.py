@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -128,6 +127,7 @@ class Workplace:
     # the cost.
     processes: bool
     jobs: int  # number of parallel runs
+    start: jobs.Start  # starts a run
 
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:
@@ -190,10 +190,9 @@ def job_of(run: Run) -> jobs.Job:
     begun = run.folder.scenario.is_file()
     if not begun and root.exists():
         shutil.rmtree(root)  # killed between creating the folder and writing its first file
-    command = (sys.executable, "-m", "fedmq", "scenario", str(scenario))
-    how = ("--resume" if begun else "--out", str(root), "--quiet")
+    words = ("scenario", str(scenario), "--resume" if begun else "--out", str(root), "--quiet")
     log = root.with_name(f"{root.name}.log")
-    return jobs.Job(run.title, (*command, *how), log, run.folder.metrics, run.scenario.rounds)
+    return jobs.Job(run.title, words, log, run.folder.metrics, run.scenario.rounds)
 
 
 @contextmanager
@@ -250,7 +249,7 @@ def carry_out(
             if (settings := choice.chosen[entry.name]) is not None
             for seed in plan.seeds
         }
-        second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
+        second = _do(runs.values(), place, lambda progress: report("runs", progress), stop_wanted)
         choice = replace(choice, errors={**choice.errors, **second.errors})
         return Comparison((), choice.errors, True) if second.stopped else _collected(choice, runs, yardsticks)
 
@@ -277,7 +276,7 @@ def _choose_all(
     while True:
         new = {which: run for which, run in trials_of(plan, place).items() if which not in trials}
         trials |= new
-        ended = _do(new.values(), place.jobs, report, stop_wanted)
+        ended = _do(new.values(), place, report, stop_wanted)
         errors |= ended.errors
         if ended.stopped:
             return _Choice(plan, trials, {}, errors, stopped=True)
@@ -336,7 +335,7 @@ def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Setting
 
 def _do(
     runs: Iterable[Run],
-    at_once: int,
+    place: Workplace,
     report: Callable[[jobs.JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> jobs.Ended:
@@ -345,7 +344,7 @@ def _do(
     for run in runs:
         if not run.done and run.diverged is None:
             left.setdefault(run.name, run)
-    return jobs.run_all([job_of(run) for run in left.values()], at_once, report, stop_wanted)
+    return jobs.run_all([job_of(run) for run in left.values()], place.jobs, report, stop_wanted, place.start)
 
 
 def metric_among(done: Collection[FinishedRun], metric: str) -> str:

@@ -341,7 +341,8 @@ class _Search:
             self.report("runs", replace(progress, done=done, total=total, left=left))
 
         ordered = [jobs[name] for name in followed if name in jobs]
-        ended = pool.run_all(ordered, self.place.jobs, report, self.stop_wanted, useless=useless, clock=self.clock)
+        place, stop, clock = self.place, self.stop_wanted, self.clock
+        ended = pool.run_all(ordered, place.jobs, report, stop, place.start, useless=useless, clock=clock)
         self._follow(batch, followed)
         self.errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
         return ended.stopped

@@ -1,24 +1,32 @@
-"""The forkserver from which all processes of a simulated run are forked. Importing this module does not import torch.
+"""The forkserver: all processes of a simulated run, and the runs of a comparison or a search, are forked from it.
 
-The command starts it before its own imports, so that both import in parallel.
+The command starts it before its own imports, so that both import in parallel. Importing this module does not import
+torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from fedmq.config.scenario import MATCONVNET, TIMM
 from fedmq.errors import InputError
+from fedmq.experiments.process_pool import Job
 from fedmq.storage.locks import try_lock
+from fedmq.storage.run_folder import writing
 
 #: Prefix of the folders of runs, with their keys and sockets.
 RUN = "fedmq-run-"
@@ -126,3 +134,62 @@ def _socket_folder() -> Path:
     stack = contextlib.ExitStack()
     util.Finalize(None, stack.close, exitpriority=_LAST)
     return stack.enter_context(private_folder(FORKSERVER))
+
+
+# ---------------------------------------------------------------------------------------------------- forked processes
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_forkserver(number: int) -> None:
+    """In a forked process: let the forkserver end with the process that started it, and then receive a signal.
+
+    The forkserver lives as long as any process holds the write end of its pipe, which every child inherits. Here it is
+    closed; when the process that started the forkserver is gone, the kernel sends the signal to all children, even to
+    a paused one.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    server: Any = getattr(forkserver, "_forkserver", None)
+    alive = getattr(server, "_forkserver_alive_fd", None)
+    if alive is not None:
+        server._forkserver_alive_fd = None
+        os.close(alive)
+
+
+def start_job(job: Job) -> BaseProcess:
+    """Start a run as ``python -m fedmq`` would, in a process whose imports are done.
+
+    It has a session of its own, so that it does not receive the terminal's Ctrl-C.
+
+    Raises:
+        DiskError: its log cannot be written.
+    """
+    with writing(job.log):
+        job.log.write_bytes(b"")
+    return start(_fedmq, job.words, log=job.log)
+
+
+def start(program: Callable[[Any], object], argument: object, *, log: Path) -> BaseProcess:
+    """Start a process that calls ``program`` with one argument; its standard error goes to a log that exists."""
+    process = CONTEXT.Process(target=_alone, args=(program, argument, log))
+    process.start()
+    return process
+
+
+def _alone(program: Callable[[Any], object], argument: object, log: Path) -> None:
+    """Call a program in this forked process, which stops when the process that wants it is gone."""
+    os.setsid()
+    end_with_forkserver(signal.SIGTERM)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os._exit(1)
+    with log.open("ab") as errors, Path(os.devnull).open("ab") as nothing:
+        os.dup2(errors.fileno(), 2)
+        os.dup2(nothing.fileno(), 1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    program(argument)
+
+
+def _fedmq(words: tuple[str, ...]) -> None:
+    sys.argv = ["fedmq", *words]
+    runpy.run_module("fedmq", run_name="__main__", alter_sys=True)

@@ -6,7 +6,6 @@ They are started, restarted when they die, and ended together; none of them outl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import resource
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -32,7 +30,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.launch.forkserver import CONTEXT
+from fedmq.launch.forkserver import CONTEXT, end_with_forkserver
 from fedmq.launch.remote_peer import Cluster, PeerArguments, RemoteProcess
 from fedmq.profiling import child
 from fedmq.storage.logs import LogOptions
@@ -122,7 +120,6 @@ def _dealt(names: tuple[str, ...], count: int, room: int) -> tuple[tuple[str, ..
     return tuple(names[index::hosts] for index in range(hosts))
 
 
-_PR_SET_PDEATHSIG = 1
 #: Exit code of a process whose parent is gone.
 _ORPHANED = 1
 
@@ -130,24 +127,17 @@ _ORPHANED = 1
 def set_up_child(*, terminable: bool = True) -> None:
     """Ignore Ctrl-C, which the parent handles, and make sure that this process does not outlive the parent.
 
-    The kernel's parent is the forkserver, which lives as long as any process holds the write end of its pipe, which
-    every child inherits. So a thread waits for the end of the actual parent, and the write end is closed. Then the
-    forkserver ends as well, and the kernel kills its children, even a paused one. The coordinator ignores SIGTERM: the
-    parent stops it by a message, so that it can finish writing.
+    The kernel's parent is the forkserver, which outlives this process's parent if another process started it. So a
+    thread waits for the end of the actual parent. The coordinator ignores SIGTERM: the parent stops it by a message, so
+    that it can finish writing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if terminable else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_exit_with, args=(parent.sentinel,), name="parent", daemon=True).start()
-    server: Any = getattr(forkserver, "_forkserver", None)
-    alive = getattr(server, "_forkserver_alive_fd", None)
-    if alive is not None:
-        server._forkserver_alive_fd = None
-        os.close(alive)
+    end_with_forkserver(signal.SIGKILL)
 
 
 def _exit_with(sentinel: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tup
     return planning.entries([tiny], [], varied, chosen, resolve)
 
 
-def place(folder: Path) -> runner.Workplace:
-    return runner.Workplace(folder, resolve, lambda scenario: "data", processes=True, jobs=2, start=start_job)
+def place(folder: Path, digest: Callable[[ResolvedRun], str] = lambda run: "data") -> runner.Workplace:
+    return runner.Workplace(folder, resolve, digest, processes=True, jobs=2, start=start_job)
 
 
 def digest_of(recall: float) -> str:

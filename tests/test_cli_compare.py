@@ -99,7 +99,7 @@ def simulated(
         errors = {}
         for each in todo:
             started.append(each.name)
-            folder, scenario = RunFolder(each.metrics.parent), scenarios.load(Path(each.command[4]))
+            folder, scenario = RunFolder(each.metrics.parent), scenarios.load(Path(each.words[1]))
             rate = scenario.training.learning_rate
             if scenario.seed != 9 and rate not in (*diverging, *failing):
                 finish(folder, rate)

@@ -150,7 +150,7 @@ def test_a_run_name_depends_only_on_what_the_run_computes(tiny: Path, tmp_path: 
         runner.run_of(entry, (), 1, place(tmp_path)),
         runner.run_of(entry, ("rounds=5",), 0, place(tmp_path)),
         runner.run_of(entry, (), 0, place(tmp_path), trial=True),
-        runner.run_of(entry, (), 0, runner.Workplace(tmp_path, resolve, lambda scenario: "other", True, 1)),
+        runner.run_of(entry, (), 0, place(tmp_path, lambda run: "other")),
     ]
     assert len({name, *(other.name for other in others)}) == 5
 
@@ -210,17 +210,12 @@ def test_data_is_prepared_once_for_all_runs_that_share_it(tiny: Path) -> None:
 def test_every_partition_is_checked_before_the_runs_start(
     tiny: Path, tmp_path: Path, key: str, good: object, bad: object
 ) -> None:
-    place = runner.Workplace(
-        tmp_path,
-        resolve,
-        runner.digest_once(lambda run: build_population(run.scenario).prepared.folder, cli_compare.check_partition),
-        True,
-        1,
-    )
+    prepare = lambda run: build_population(run.scenario).prepared.folder  # noqa: E731
+    here = place(tmp_path, runner.digest_once(prepare, cli_compare.check_partition))
     rows = entries(tiny, [f"{key}={good},{bad}"])
-    runner.run_of(rows[0], (), 0, place)
+    runner.run_of(rows[0], (), 0, here)
     with pytest.raises(InputError, match=key.partition(".")[0]):
-        runner.run_of(rows[1], (), 0, place)
+        runner.run_of(rows[1], (), 0, here)
 
 
 def test_the_scenarios_own_method_keeps_its_options_and_rows_of_others_are_named(tiny: Path, tmp_path: Path) -> None:

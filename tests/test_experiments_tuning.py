@@ -21,6 +21,7 @@ from fedmq.experiments import process_pool as pool
 from fedmq.experiments.grid import Entry
 from fedmq.experiments.runner import Workplace
 from fedmq.experiments.tuning import TrialState, Tuned
+from fedmq.launch import forkserver
 from tests.command_line import completed, printed, refused
 from tests.in_process_jobs import InThisProcess, run_jobs_here
 from tests.threaded_run import resolved, run_of
@@ -63,7 +64,7 @@ def spec(tiny: Path, tmp_path: Path, **keys: Any) -> Path:
 
 def tuned(path: Path, folder: Path, stop: Callable[[], bool] = lambda: False) -> Tuned:
     plan = files.plan_search(path, files.read_search(path), resolve_fully)
-    place = Workplace(folder / "runs", resolve_fully, lambda _: "", False, 2)
+    place = Workplace(folder / "runs", resolve_fully, lambda _: "", False, 2, forkserver.start_job)
     return tuning.tune(plan, folder, place, lambda *_: None, lambda: stop, Impatient())
 
 

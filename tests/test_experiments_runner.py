@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
+import subprocess
+import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -15,17 +18,18 @@ from fedmq.experiments.grid import ComparisonPlan
 from fedmq.launch import forkserver
 from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import entries, finish, place
+from tests.waiting import PATIENCE, wait_for
 
 
 def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> process_pool.Job:
-    log = tmp_path / f"{name}.log"
-    log.touch()
-    return process_pool.Job(name, (program,), log, tmp_path / f"{name}.jsonl", rounds)
+    path, log = tmp_path / f"{name}.py", tmp_path / f"{name}.log"
+    path.write_text(program)
+    return process_pool.Job(name, (str(path),), log, tmp_path / f"{name}.jsonl", rounds)
 
 
 def start(job: process_pool.Job) -> BaseProcess:
-    """Start a job whose word is a program, as :func:`fedmq.launch.forkserver.start_job` starts a run."""
-    return forkserver.start(exec, job.words[0], log=job.log)
+    """Start a job whose word is a program's file, as :func:`fedmq.launch.forkserver.start_job` starts a run."""
+    return forkserver.start(runpy.run_path, job.words[0], log=job.log)
 
 
 @pytest.mark.slow
@@ -72,6 +76,26 @@ def test_a_stop_is_passed_on_to_the_runs_and_no_run_starts_after_it(tmp_path: Pa
     assert ended == process_pool.Ended({}, stopped=True)
     assert (tmp_path / "how").read_text() == "stopped"
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_told_to_stop_when_its_comparison_is_killed(tmp_path: Path) -> None:
+    told, ready, program = tmp_path / "told", tmp_path / "ready", tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, signal, sys, time;"
+        f"signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(told)!r}).touch(), sys.exit(1)));"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(1000)"
+    )
+    comparison = (
+        "import pathlib, runpy, time; from fedmq.launch import forkserver;"
+        f"forkserver.start(runpy.run_path, {str(program)!r}, log=pathlib.Path({str(tmp_path / 'log')!r}));"
+        "time.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", comparison])
+    wait_for(ready.exists, PATIENCE)
+    process.kill()
+    process.wait()
+    wait_for(told.exists, PATIENCE)
 
 
 @pytest.mark.slow

@@ -157,20 +157,21 @@ def end_with_forkserver(number: int) -> None:
 
 
 def start_job(job: Job) -> BaseProcess:
-    """Start a run as ``python -m fedmq`` would, in a process whose imports are done.
-
-    It has a session of its own, so that it does not receive the terminal's Ctrl-C.
-
-    Raises:
-        DiskError: its log cannot be written.
-    """
-    with writing(job.log):
-        job.log.write_bytes(b"")
+    """Start a run as ``python -m fedmq`` would, in a process whose imports are done; see :func:`start`."""
     return start(_fedmq, job.words, log=job.log)
 
 
 def start(program: Callable[[Any], object], argument: object, *, log: Path) -> BaseProcess:
-    """Start a process that calls ``program`` with one argument; its standard error goes to a log that exists."""
+    """Start a process that calls ``program`` with one argument; its standard error goes to a log, a new file.
+
+    It has a session of its own, so that it does not receive the terminal's Ctrl-C.
+
+    Raises:
+        DiskError: the log cannot be written.
+    """
+    with writing(log):
+        log.write_bytes(b"")
+    warm_up("features")  # without effect if a command has done so, for its backbone
     process = CONTEXT.Process(target=_alone, args=(program, argument, log))
     process.start()
     return process

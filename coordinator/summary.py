@@ -20,8 +20,8 @@ from fedmq.encoders.gpu import gpu_of
 from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
-from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
+from fedmq.federation.noise import UPDATES
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -258,7 +258,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(updates.TRANSFORMED) for kinds in sent_kinds(run_context))
+    shared = any(kinds & set(UPDATES) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "

@@ -152,6 +152,11 @@ class AgreedSchedule:
                 found = zip(record.payloads, record.digests, strict=False)
                 self._take(record.header, tuple((kind, size, content) for (kind, size), content in found))
 
+    @property
+    def tasks(self) -> int:
+        """Number of different tasks that the silo was sent, also to earlier processes."""
+        return len(self._tasks)
+
     def check(self, message: Message) -> None:
         """Check a message of kind task, evaluate or evaluate_silo, which counts from here on.
 
@@ -242,7 +247,7 @@ class ReadySilo:
         header, layout = message.header, self.silo.context.layout
         if self.sums is not None and header.kind is Kind.SUM:
             return self.sums.respond(message, layout)
-        payloads = self.silo.respond(message)
+        payloads = self.silo.respond(message, self.agreed.tasks)
         if self.sums is None or header.kind is not Kind.TASK:
             return payloads
         return self.sums.withhold(header.base_version, payloads, layout, self.silo.facts)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from fedmq.config.privacy import Privacy
 from fedmq.federation.protocol import Task
-from fedmq.federation.updates import transform
+from fedmq.federation.noise import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
 from silos.tasks import Silo
 from tests import in_process_run

@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
-from fedmq.federation.noise import check_privacy
+from fedmq.federation.noise import affordable_tasks, check_privacy
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, adds_sum
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.profiling import span
@@ -166,6 +166,7 @@ class RunContext:
             first_round_selects_all=self.traits.first_round_selects_all,
             minimum=participation.minimum,
             threshold=None if secure is None else secure.threshold,
+            affordable=affordable_tasks(self.scenario.privacy, sent_kinds(self), self.scenario.rounds),
         )
 
     @cached_property

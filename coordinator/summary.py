@@ -178,6 +178,14 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
     )
 
 
+def _ended_by(loop: Loop) -> str | None:
+    """The key of the scenario that ended the run before its last round; None if none did."""
+    rounds = loop.rounds
+    if rounds.version >= loop.run_context.scenario.rounds:
+        return None
+    return "privacy.budget" if rounds.plan.spent(rounds.sequences, rounds.pending) else "evaluation.patience"
+
+
 def _versions_of(loop: Loop) -> dict[str, str]:
     """Versions that affect rounding: a scenario gives bit-identical results where these are equal."""
     return {
@@ -210,7 +218,7 @@ def _optional_keys(
         "unevaluated": evaluation.unevaluated(loop.rounds.version),
         "heldout_without_pair": without_pair,
         "best": evaluation.best and evaluation.best.best,
-        "stopped_early": loop.rounds.version < scenario.rounds,
+        "ended_by": _ended_by(loop),
     }
     found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:

@@ -247,7 +247,9 @@ class ReadySilo:
         header, layout = message.header, self.silo.context.layout
         if self.sums is not None and header.kind is Kind.SUM:
             return self.sums.respond(message, layout)
-        payloads = self.silo.respond(message, self.agreed.tasks)
+        if header.kind is Kind.TASK:
+            self.silo.check_budget(self.agreed.tasks)
+        payloads = self.silo.respond(message)
         if self.sums is None or header.kind is not Kind.TASK:
             return payloads
         return self.sums.withhold(header.base_version, payloads, layout, self.silo.facts)

@@ -163,14 +163,10 @@ class Silo:
         own = updates.of_method(state, self.scenario.compression.updates)
         return Local(self.facts, self.dataset, self.model, own, self.unpaired if self._anchors else (), self.validation)
 
-    def respond(self, message: Message, tasks: int | None = None) -> tuple[Payload, ...]:
+    def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.
 
         They may be sent once the silo's ``disk_queue`` is settled: then its state after the task is on disk.
-
-        Args:
-            message: the message.
-            tasks: number of different tasks that the silo was sent in the run, this one included; None is the task's.
 
         Raises:
             RemoteWireError: the message has a model whose layout or form is not this scenario's.
@@ -184,19 +180,29 @@ class Silo:
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
         match message.header.kind:
             case Kind.TASK:
-                if (message.header.sequence if tasks is None else tasks) > self._affordable:
-                    budget = self.scenario.privacy.budget
-                    raise RunError(f"privacy.budget: {self._affordable} replies have spent it ({budget})")
+                self.check_budget(message.header.sequence)
                 return self.answer(message)
             case Kind.EVALUATE_SILO:
                 return (self.measure_shared(message),)
             case _:
                 return (self.measure(message),)
 
+    def check_budget(self, tasks: int) -> None:
+        """Refuse a task whose reply would pass the silo's privacy budget.
+
+        Args:
+            tasks: number of different tasks that the silo was sent in the run, this one included.
+
+        Raises:
+            RunError: there are too many.
+        """
+        if (most := self._affordable) is not None and tasks > most:
+            raise RunError(f"privacy.budget: {most} replies have spent it ({self.scenario.privacy.budget})")
+
     @cached_property
-    def _affordable(self) -> int:
-        """Number of tasks that the silo may answer."""
-        uploads = self.protocol.uploads(self.population.facts(self.facts.name))
+    def _affordable(self) -> int | None:
+        """Number of tasks that the silo may answer; None without a budget."""
+        uploads = [self.protocol.uploads(silo) for silo in self.context.silos if self.protocol.eligible(silo)]
         return affordable_tasks(self.scenario.privacy, uploads, self.scenario.rounds)
 
     @span("compute")

@@ -107,6 +107,17 @@ class Privacy(Part):
         """Whether anything that silos send gets noise."""
         return self.noise_multiplier > 0 or any(noise.noise_multiplier > 0 for noise in self.statistics.values())
 
+    def check_budget(self, aggregation: Aggregation) -> None:
+        """Refuse a budget where silos that have spent theirs would leave a buffer without enough replies.
+
+        Raises:
+            ValueError: the keys.
+        """
+        if self.budget is not None and aggregation.mode == "buffered":
+            raise ValueError(
+                "privacy.budget with aggregation.mode buffered, allowed: sync or async: a buffer would wait"
+            )
+
     def check_sums(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
     ) -> None:

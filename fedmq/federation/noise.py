@@ -155,17 +155,17 @@ def epsilon_of(spent: float, delta: float) -> float:
     return float(get_epsilon_gaussian(spent**-0.5, delta)) if spent else 0.0
 
 
-def affordable_tasks(privacy: Privacy, uploads: Iterable[type[Payload]], most: int) -> int:
-    """Number of tasks, up to ``most``, that a silo may answer within ``privacy.budget``; ``most`` without a budget.
+def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]], most: int) -> int | None:
+    """Number of tasks, up to ``most``, that a silo may answer within ``privacy.budget``; None without a budget.
 
     Args:
         privacy: the scenario's options.
-        uploads: payload kinds of each reply.
+        uploads: payload kinds that each silo sends; all of them count for every silo.
         most: largest number of interest.
     """
     if privacy.budget is None:
-        return most
-    each, budget = spent((kind.KIND for kind in uploads), privacy), privacy.budget
+        return None
+    each, budget = spent({kind.KIND for one in uploads for kind in one}, privacy), privacy.budget
     return bisect_right(range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta))
 
 

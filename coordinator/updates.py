@@ -23,6 +23,7 @@ from fedmq.federation.noise import UPDATES
 from fedmq.federation.protocol import Context, MergeResult, SiloFacts, State, Update
 from fedmq.federation.updates import damping, mixed, participation_weight, read_only
 from fedmq.profiling import span
+from fedmq.runs.captured_payloads import capture
 from fedmq.runs.run_records import MergeLine
 from fedmq.text import printable
 from fedmq.wire.compression import form_of
@@ -291,6 +292,8 @@ def merged_state(
     Raises:
         RunError: the merged model is not finite.
     """
+    if run_context.scenario.privacy.capture:
+        capture(run_context.folder, state, replies, round_)
     unprotected: list[str] = []
     aggregation, kept = run_context.scenario.aggregation, replies
     if aggregation.robust.rule != "none":

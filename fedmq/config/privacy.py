@@ -83,6 +83,11 @@ class Privacy(Part):
     budget: Budget | None = Field(
         None, description="most privacy that each silo spends; needs noise on all that the method has silos send"
     )
+    capture: bool = Field(
+        False,
+        description="the coordinator keeps what silos sent, decrypted, in captured/ of the run folder; fedmq audit "
+        "--probe attacks it. Each merge takes as much disk space as its replies and the model",
+    )
     secure_aggregation: SecureAggregation | None = Field(
         None,
         description="the coordinator learns the weighted sum of the updates, but none of them; true stands for the "

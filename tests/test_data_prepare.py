@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import multiprocessing
 import re
@@ -19,6 +20,7 @@ from PIL import Image
 
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
+from fedmq.data import item_digests
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, mapped, open_prepared
 from fedmq.data.readers import openmoji
@@ -50,6 +52,33 @@ def write(path: Path, n: int = 20, **changes: Any) -> Data:
 @pytest.fixture
 def made(tmp_path: Path) -> Prepared:
     return prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "cache")
+
+
+def test_item_digests_are_as_described_and_computed_by_one_process_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = np.random.default_rng(2).random((20, 3)) < 0.5
+    data = write(tmp_path / "set.npz", labels=labels, label_names=np.array(["b", "c", "a"]))
+    made, computed = prepare(data, FEATURES, tmp_path / "cache"), list[Data]()
+
+    def compute(*arguments: Any, found: Callable[..., Any] = item_digests._computed) -> Any:
+        computed.append(arguments[1])
+        return found(*arguments)
+
+    monkeypatch.setattr(item_digests, "_computed", compute)
+    monkeypatch.setattr(item_digests, "_BLOCK", 7)
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(lambda _: item_digests.item_digests(made, data), range(4))
+    assert len(computed) == 1
+    assert all(np.array_equal(first, other) for other in others)
+    split = np.load(tmp_path / "set.npz")["split"].tolist()
+    for row, key in enumerate(made.keys):
+        held = [name for name, flag in sorted(zip("bca", labels[row], strict=True)) if flag]
+        head = json.dumps([key, split[row], held]).encode()
+        start, count = made.first[row], made.captions[row]
+        image = b"float32 (6,)\0" + made.image[row].tobytes()
+        text = f"float32 ({count}, 6)\0".encode() + made.text[start : start + count].tobytes()
+        assert [bytes(each) for each in first[row]] == [hashlib.sha256(part).digest() for part in (head, image, text)]
 
 
 @pytest.mark.parametrize(

@@ -426,6 +426,17 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(
         assert [hit.score for hit in hits] == pytest.approx([hit["score"] for hit in first], abs=1e-5)
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
     assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0
+    config = open_release(root).files.config
+    folders = query_tower.query_folders(config, "text")
+    assert folders is not None
+    file = folders.tower / query_tower.FILE
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1  # a weight: onnxruntime would compute something else
+    file.write_bytes(content)
+    damaged = without_torch("search", str(root), *map(str, violin))
+    shutil.rmtree(folders.tower)  # from the cache of all tests
+    assert damaged.returncode == 2, damaged.stdout
+    assert f"{file}: found 'other content than model.sha256 says'" in damaged.stderr
 
 
 def test_an_item_of_an_encoded_gallery_is_searched_without_torch(embeddings: Release) -> None:

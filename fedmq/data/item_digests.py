@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from fedmq.data.prepared_arrays import Prepared, mapped
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS
 from fedmq.errors import FedmqError, InputError
+from fedmq.storage.locks import locked
 from fedmq.storage.run_folder import write_atomically
 from fedmq.text import Progress, tell
 
@@ -33,6 +35,7 @@ ItemDigests = npt.NDArray[np.uint8]
 
 _FILE = "item_digests.npy"
 _REPORTED = 256  # items between two reports of progress
+_BLOCK = 4096  # items read at a time
 
 
 def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: bool = True) -> str:
@@ -62,20 +65,36 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
         InputError: an image cannot be read, or the data are no longer those that were prepared.
     """
     path = prepared.folder / _FILE
+    if (kept := _kept(path, prepared)) is not None:
+        return kept
+    with ExitStack() as held:
+        with suppress(OSError):  # a read-only cache
+            held.enter_context(locked(path.with_suffix(".lock")))  # all processes of a run need them
+        if (kept := _kept(path, prepared)) is not None:
+            return kept
+        digests = _computed(prepared, data, progress)
+        with suppress(FedmqError):  # a read-only cache
+            write_atomically(path, lambda temporary: _save(temporary, digests))
+        return digests
+
+
+def _kept(path: Path, prepared: Prepared) -> ItemDigests | None:
+    """The digests that were computed earlier; None if there are none, or they are damaged."""
     with suppress(InputError):
         found: ItemDigests = mapped(path)
         if found.shape == (prepared.n, 3, 32) and found.dtype == np.uint8:
             return found
+    return None
+
+
+def _computed(prepared: Prepared, data: Data, progress: Progress | None) -> ItemDigests:
     rows = _of_features(prepared) if prepared.meta.source.get("weights") is None else _of_raw(prepared, data)
-    on_progress = tell(progress, "items digested", prepared.n)
-    digests = np.zeros((prepared.n, 3, 32), np.uint8)
-    for row, (head, (image, text)) in enumerate(zip(_heads(prepared), rows, strict=True)):
-        digests[row] = [list(each) for each in (head, image, text)]
-        if row + 1 == prepared.n or not (row + 1) % _REPORTED:
-            on_progress(row + 1)
-    with suppress(FedmqError):  # a read-only cache
-        write_atomically(path, lambda temporary: _save(temporary, digests))
-    return digests
+    on_progress, digests = tell(progress, "items digested", prepared.n), bytearray()
+    for row, (head, (image, text)) in enumerate(zip(_heads(prepared), rows, strict=True), 1):
+        digests += head + image + text
+        if row == prepared.n or not row % _REPORTED:
+            on_progress(row)
+    return np.frombuffer(digests, np.uint8).reshape(prepared.n, 3, 32)
 
 
 def _save(path: Path, digests: ItemDigests) -> None:
@@ -85,17 +104,34 @@ def _save(path: Path, digests: ItemDigests) -> None:
 
 def _heads(prepared: Prepared) -> Iterator[bytes]:
     """Digest of each item's key, split and label names."""
-    labels, names = prepared.labels, prepared.label_names
-    for row, key in enumerate(prepared.keys):
-        held = [] if labels is None else sorted(names[column] for column in np.flatnonzero(labels[row]))
-        yield hashlib.sha256(json.dumps([key, SPLITS[prepared.split[row]], held]).encode()).digest()
+    splits = [SPLITS[number] for number in np.asarray(prepared.split).tolist()]
+    for facts in zip(prepared.keys, splits, _labels(prepared), strict=True):
+        yield hashlib.sha256(json.dumps(facts).encode()).digest()
+
+
+def _labels(prepared: Prepared) -> Iterator[list[str]]:
+    """The names of each item's labels, sorted."""
+    if prepared.labels is None:
+        yield from ([] for _ in range(prepared.n))
+        return
+    names = np.array(prepared.label_names, dtype=object)
+    order = np.argsort(names, kind="stable")
+    for start in range(0, prepared.n, _BLOCK):
+        flags = np.asarray(prepared.labels[start : start + _BLOCK])[:, order]
+        rows, columns = np.nonzero(flags)
+        held, ends = names[order[columns]].tolist(), np.searchsorted(rows, np.arange(len(flags) + 1)).tolist()
+        yield from (held[begin:end] for begin, end in pairwise(ends))
 
 
 def _of_features(prepared: Prepared) -> Iterator[tuple[bytes, bytes]]:
-    for row in range(prepared.n):
-        start = prepared.first[row]
-        image, text = prepared.image[row], prepared.text[start : start + prepared.captions[row]]
-        yield _of_array(image), _of_array(text)
+    # Rows of a mapped file are slow to take one by one.
+    firsts = np.append(prepared.first, len(prepared.text))
+    for start in range(0, prepared.n, _BLOCK):
+        part = slice(start, min(start + _BLOCK, prepared.n))
+        image, text = np.asarray(prepared.image[part]), np.asarray(prepared.text[firsts[start] : firsts[part.stop]])
+        begins, counts = (firsts[part] - firsts[start]).tolist(), prepared.captions[part].tolist()
+        for row, begin, count in zip(image, begins, counts, strict=True):
+            yield _of_array(row), _of_array(text[begin : begin + count])
 
 
 def _of_array(values: npt.NDArray[np.generic]) -> bytes:

@@ -1,11 +1,14 @@
 """Encode a query with onnxruntime, because importing torch takes longer than a search.
 
 The first search with a model whose backbone is ``lite`` writes two ONNX files to the cache: the frozen encoder, which
-all models share, and the model's tower. They compute the same as the model, up to rounding.
+all models share, and the model's tower. They compute the same as the model, up to rounding. Their digests are kept
+beside them, so that a search notices a file that was not written to its end.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +23,12 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.packages import package
 from fedmq.runs.release import ReleaseConfig
-from fedmq.storage.cache import cache_folder, key_of
+from fedmq.storage.cache import cache_folder, file_digest, key_of
+from fedmq.storage.regular_files import read_regular
 
-#: Name of the only file in a folder of the cache.
-FILE = "model.onnx"
+#: Files in a folder of the cache: the ONNX file, and the SHA-256 (hex) of its bytes.
+FILE, _DIGEST = "model.onnx", "model.sha256"
+_AGAIN = "a file of the cache; delete the folder to write it again"
 
 
 class QueryFolders(NamedTuple):
@@ -47,7 +52,7 @@ def query_folders(config: ReleaseConfig, modality: Modality) -> QueryFolders | N
     digest = lite_inputs.encoder_digest(modality)
     if config.frozen.get(modality) not in (digest, stated_digest(digest)):
         return None
-    root = cache_folder() / "queries"
+    root = cache_folder() / "query_towers"
     return QueryFolders(root / key_of("encoder", digest), root / key_of("tower", modality, config.plain()))
 
 
@@ -55,7 +60,7 @@ def query_vector(folders: QueryFolders, item: str | Pixels, *, binary: bool) -> 
     """The vector of a text or an image for an index: float32 [1, d] of unit length, or a packed code uint8 [1, bytes].
 
     Raises:
-        InputError: a file is damaged.
+        InputError: a file is missing or damaged.
     """
     from fedmq.encoders import lite_inputs  # noqa: PLC0415 - imports the tokeniser's package
 
@@ -64,14 +69,23 @@ def query_vector(folders: QueryFolders, item: str | Pixels, *, binary: bool) -> 
     return hamming.pack(output) if binary else output
 
 
+def seal(folder: Path) -> None:
+    """Write the digest of a folder's ONNX file beside it."""
+    with (folder / FILE).open("rb") as file:
+        os.fsync(file.fileno())  # what is remembered of a file must not outlast its content if the machine fails
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    (folder / _DIGEST).write_text(digest, encoding="ascii")
+
+
 def _computed(folder: Path, inputs: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    path = folder / FILE
+    # The digest is remembered: an unchanged file is read once.
+    if read_regular(folder / _DIGEST, _AGAIN, 64) != file_digest(path).encode():
+        raise InputError(str(path), f"other content than {_DIGEST} says", _AGAIN)
     try:
-        (output,) = session(folder / FILE).run(None, inputs)
+        (output,) = session(path).run(None, inputs)
     except Exception as error:  # onnxruntime raises many types
-        reason = str(error).partition("\n")[0][:200]
-        raise InputError(
-            str(folder / FILE), reason, "a file of the cache; delete the folder to write it again"
-        ) from None
+        raise InputError(str(path), str(error).partition("\n")[0][:200], _AGAIN) from None
     return np.asarray(output, np.float32)
 
 

@@ -125,6 +125,9 @@ class Roster(Peers):
         """Address and frames of the next message, or None after ``timeout_s`` [s]."""
         self.watch_keys()
         try:
+            if (waiting := self._listener.receive(0.0)) is not None:
+                return waiting
+            self._log.settle()
             return self._listener.receive(timeout_s)
         except RemoteWireError as error:  # a wrong number of frames; the next message can be received
             self.refuse(UNKNOWN, error, 0)
@@ -384,7 +387,8 @@ class Roster(Peers):
             raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
         peer.heard = self._clock.stopwatch()
         self.received += 1
-        self._log.message("received", message, opened.tag, size)
+        # The next message may be opened, and this one checked, while this one's payloads are still hashed.
+        self._log.message("received", message, opened.tag, size, waits=False)
         if message.header.kind is Kind.HEARTBEAT:
             self._refuse_second(peer)
             self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))

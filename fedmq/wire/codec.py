@@ -431,6 +431,12 @@ def start_hashing(payload: Payload) -> None:
         _DIGESTS[payload] = _HASHING.submit(_digest, payload)
 
 
+def is_hashed(payload: Payload) -> bool:
+    """Whether no thread is hashing a payload, so that :func:`digest` need not wait."""
+    known = _DIGESTS.get(payload)
+    return not isinstance(known, Future) or known.done()
+
+
 def digest(payload: Payload) -> str:
     """BLAKE3 (hex) over a payload's kind and all its fields; equal digests mean bit-identical payloads.
 

@@ -13,11 +13,11 @@ from coordinator.peers import Ready
 from coordinator.sessions import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.channel import Channel
+from fedmq.wire.codec import keep_buffers
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.tickets import ListenerKeys

@@ -141,6 +141,7 @@ def measure(silos: int, rounds: int) -> tuple[list[float], Stopwatch]:
             with (
                 started(_silo, [(listener.uri, root, silo, scenario) for silo in scenario.silo_names]),
                 watch.around(
+                    (sessions, "seal_shared", "sealing the model, once for all silos"),
                     (sessions, "seal_message", "sealing tasks"),
                     (type(listener), "send", "passing tasks to ZeroMQ"),
                     (Session, "open", "opening replies"),

@@ -45,11 +45,12 @@ from fedmq.runs.status import Status, StatusFile
 from fedmq.storage.logs import LogOptions, open_log
 from fedmq.storage.run_folder import RunFolder, remove_unfinished, write_text
 from fedmq.wire.channel import BEAT_SECONDS
+from fedmq.wire.codec import keep_buffers
 from fedmq.wire.keys import AcceptedKeys, Identity, load_accepted, load_identity
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, keep_buffers, padded_size
+from fedmq.wire.sessions import MAX_PREFIX, TAG_BYTES, padded_size
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from fedmq.wire.transports.shared_connections import beat_patience

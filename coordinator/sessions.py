@@ -30,8 +30,18 @@ from fedmq.wire.limits import UNKNOWN, RateLimit, RefusalLog, StaleSessions, pee
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message, Reason, ShortHeader
-from fedmq.wire.payloads import Error
-from fedmq.wire.sessions import Opened, Session, UnreadableError, decode_opened, seal_message
+from fedmq.wire.payloads import Error, Model, tensor_bytes
+from fedmq.wire.sessions import (
+    LEAST_SHARED,
+    Opened,
+    Sealed,
+    Session,
+    SharedPart,
+    UnreadableError,
+    decode_opened,
+    seal_message,
+    seal_shared,
+)
 from fedmq.wire.transports.base import Listener
 
 #: Interval at which the folder of accepted keys is checked for changes [s]: a removed key is out within a second.
@@ -77,6 +87,9 @@ class Roster(Peers):
         self._stale = StaleSessions(log, clock, restarted=restarted)
         self._max_body, self._patience, self._admission = max_body, patience, admission
         self.inquiries: Inquiries | None = None  # answers inquiries about the run's status; None refuses them
+        # Of a large model that is sent, sealed once for all peers; padded messages have no part that shows its size.
+        self._shares = listener.shares and not options.padding
+        self._shared: SharedPart | None = None
         self._reports = ScenarioReports(log)
         self._replaced = ReplacedSessions(clock, patience, log.logger)
         self._duplicates = DuplicateLogins(clock, patience)
@@ -112,6 +125,9 @@ class Roster(Peers):
         """Address and frames of the next message, or None after ``timeout_s`` [s]."""
         self.watch_keys()
         try:
+            if (waiting := self._listener.receive(0.0)) is not None:
+                return waiting
+            self._log.settle()
             return self._listener.receive(timeout_s)
         except RemoteWireError as error:  # a wrong number of frames; the next message can be received
             self.refuse(UNKNOWN, error, 0)
@@ -371,7 +387,8 @@ class Roster(Peers):
             raise RemoteWireError(Reason.UNEXPECTED, f"a {message.header.kind} of {peer.name}, which has not joined")
         peer.heard = self._clock.stopwatch()
         self.received += 1
-        self._log.message("received", message, opened.tag, size)
+        # The next message may be opened, and this one checked, while this one's payloads are still hashed.
+        self._log.message("received", message, opened.tag, size, waits=False)
         if message.header.kind is Kind.HEARTBEAT:
             self._refuse_second(peer)
             self._send(peer, Message(self.header(peer.name, Kind.HEARTBEAT)))
@@ -415,7 +432,7 @@ class Roster(Peers):
     def _send(self, peer: Peer, message: Message) -> int:
         """Seal, log and send a message on a session; returns its size [bytes], or 0 if it cannot be delivered."""
         message = replace(message, head=self._log.sent_head)
-        sealed = seal_message(peer.session, message, self._listener.room)
+        sealed = self._sealed(peer.session, message)
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if message.header.kind in _REQUESTS:
@@ -424,6 +441,16 @@ class Roster(Peers):
             self._not_delivered(peer)
             return 0
         return sealed.size
+
+    def _sealed(self, session: Session, message: Message) -> Sealed:
+        """A sealed message; a large model in it is sealed once for all peers."""
+        model = next((each for each in message.payloads if isinstance(each, Model)), None)
+        if model is None or not self._shares or tensor_bytes(model) < LEAST_SHARED:
+            return seal_message(session, message, self._listener.room)
+        if self._shared is None or self._shared.payload is not model:
+            self._shared = None  # the new one may use its memory
+            self._shared = seal_shared(model, self._listener.room)
+        return seal_message(session, message, shared=self._shared)
 
     def _not_delivered(self, peer: Peer) -> None:
         record = self._log.note(LogEvent.NOT_DELIVERED, peer=peer.name)

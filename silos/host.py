@@ -29,13 +29,13 @@ from fedmq.profiling import party, span
 from fedmq.storage.logs import Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import STEP_SECONDS, Channel
+from fedmq.wire.codec import keep_buffers
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.inquiry import ScenarioComparison
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, Kind, Message
-from fedmq.wire.sessions import keep_buffers
 from fedmq.wire.transports.base import QUEUE
 from fedmq.wire.transports.registry import connect_shared
 from fedmq.wire.transports.shared_connections import Branch, beat_patience

@@ -33,7 +33,7 @@ from fedmq.profiling import span
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
-from fedmq.wire.codec import digest
+from fedmq.wire.codec import digest, keep_buffers
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree
@@ -41,7 +41,6 @@ from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.message_log import MessageLog, StartFacts
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Model, Payload, SealedShares, sizes
-from fedmq.wire.sessions import keep_buffers
 from silos.personal_state import StateNotes
 from silos.secure_sums import SecureSums
 from silos.tasks import FailureReporter, Silo, SiloArguments, Slots, slots_folder

@@ -37,7 +37,7 @@ _STRANGE: tuple[Any, ...] = (
     *("uint8", "hello", b"", bytes(16), bytes(33), [0], [1 << 40], [2, 1 << 62], ["float32", [1 << 30]]),
 )
 #: What reads a peer's frames.
-READERS = ("header", "body", "sealed", "hello", "welcome", "ready", "short", "rekey")
+READERS = ("header", "body", "sealed", "hello", "welcome", "ready", "short", "shared", "rekey")
 
 
 @cache
@@ -86,6 +86,7 @@ class Readers:
             "welcome": self._welcome_frames,
             "ready": self._ready,
             "short": self._short,
+            "shared": self._shared,
             "rekey": self._rekey,
         }
 
@@ -146,6 +147,20 @@ class Readers:
         if draw.randrange(2):
             content = damaged_bytes(content, draw)
         frames = [clear, AESGCM(bytes(32)).encrypt(bytes(12), content, clear)]
+        return lambda: open_message(receiver, frames)
+
+    def _shared(self, draw: random.Random) -> Callable[[], object]:
+        """A damaged content before a shared part, sealed by a peer that has the session's keys."""
+        stored = json.loads((_FRAMES / "v1-shared.json").read_text())
+        clear, sealed, part = (bytes.fromhex(frame) for frame in stored["whole"])
+        key, nonce, session = bytes.fromhex(stored["key"]), b"\0\0\0\1" + bytes(8), codec.decode_header(clear).session
+        content = damaged_bytes(AESGCM(key).decrypt(nonce, sealed, clear), draw)
+        if draw.randrange(3) == 0:
+            part = damaged_bytes(part, draw)
+        frames = [clear, AESGCM(key).encrypt(nonce, content, clear), part]
+        receiver = Session(
+            run=_RUN, name="silo-00", peer=COORDINATOR, session=session, send_key=bytes(32), receive_key=key
+        )
         return lambda: open_message(receiver, frames)
 
     def _rekey(self, draw: random.Random) -> Callable[[], object]:

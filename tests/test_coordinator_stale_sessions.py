@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fedmq.config.sections import Wire
 from fedmq.wire.log_events import LogEvent
-from fedmq.wire.log_records import NoteRecord, RefusedRecord
+from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord
 from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Model
+from fedmq.wire.sessions import open_message
 from tests.roster_ends import Ends, header, roster_ends, sealed
 from tests.waiting import wait_for
 
@@ -89,3 +93,23 @@ def test_a_peer_to_which_a_message_cannot_be_delivered_is_lost_with_the_log_reco
         ends.joined(again)
         assert not ends.roster.undelivered  # its new session has nothing to do with that
         again.close()
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_model_is_sealed_once_for_all_silos_unless_messages_are_padded(tmp_path: Path, *, padding: bool) -> None:
+    parts = list[bytes]()
+    with roster_ends(tmp_path, options=Wire(padding=padding)) as ends:
+        lines = {name: ends.connect() for name in ("silo-00", "silo-01")}
+        silos = {name: ends.joined(line, name) for name, line in lines.items()}
+        for version in range(2):
+            model = Model("0" * 64, np.full(1 << 18, version, np.float32))
+            for name in silos:
+                assert ends.roster.send(name, Message(ends.roster.header(name, Kind.EVALUATE), (model,)))
+            for name, line in lines.items():
+                frames = wait_for(lambda line=line: line.receive(1.0))
+                message, tag = open_message(silos[name], frames)
+                assert message.payloads[0].buffer[-1] == version  # type: ignore[attr-defined]
+                parts += map(bytes, frames[2:])
+                sent = [each for each in ends.records() if isinstance(each, MessageRecord) and each.tag == tag]
+                assert [(each.header.receiver, each.bytes) for each in sent] == [(name, sum(map(len, frames)))]
+    assert [part == parts[0] for part in parts] == ([] if padding else [True, True, False, False])

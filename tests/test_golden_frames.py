@@ -23,11 +23,12 @@ from tools.make_golden_frames import (
     golden_identity,
     golden_messages,
     golden_session,
+    golden_shared,
     up,
 )
 
 FRAMES = Path(__file__).parent / "frames"
-OTHER = ("handshake", "rekey", "short")
+OTHER = ("handshake", "rekey", "shared", "short")
 FILES = sorted(path for path in FRAMES.glob("v*.json") if path.stem.partition("-")[2] not in OTHER)
 
 
@@ -84,6 +85,16 @@ def test_golden_messages_with_a_sealed_header_open_and_are_still_written_byte_fo
     assert describe(message) == golden["message"]
     sealed = seal_message(golden_session("silo-00", options), golden_messages()["reply-loss"])
     assert [bytes(frame).hex() for frame in sealed.frames] == [golden[key] for key in ("clear", "sealed")]
+
+
+@pytest.mark.parametrize(("name", "options"), [("whole", Wire()), ("hidden", Wire(hide_names=True))])
+def test_a_golden_message_with_a_shared_part_opens_and_is_still_written_byte_for_byte(name: str, options: Wire) -> None:
+    golden = load(FRAMES / "v1-shared.json")
+    message, _ = open_message(golden_session("silo-00"), [bytes.fromhex(frame) for frame in golden[name]])
+    assert describe(message) == golden["message"]
+    sent, part = golden_shared()
+    sealed = seal_message(golden_session("coordinator", options), sent, shared=part)
+    assert [bytes(frame).hex() for frame in sealed.frames] == golden[name]
 
 
 def test_the_golden_rekey_gives_its_session() -> None:

@@ -8,11 +8,15 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedmq.clock import VirtualClock
+from fedmq.wire import codec
 from fedmq.wire.codec import digest
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
@@ -31,7 +35,7 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
-from fedmq.wire.payloads import Loss
+from fedmq.wire.payloads import Delta, Loss
 from tests.wire_examples import header
 
 
@@ -48,6 +52,25 @@ def written(path: Path) -> list[LogRecord]:
     found = [record for _, record in read_log(path)]
     assert None not in found
     return [record for record in found if record is not None]
+
+
+def test_the_record_of_a_message_that_is_still_hashed_is_written_before_the_next_one(tmp_path: Path) -> None:
+    path, head = tmp_path / "log.jsonl", header(session=b"s" * 16, reply_to=3)
+    sent = Message(head, (Delta("0" * 64, np.ones(1 << 18, np.float32), 1),))
+    idle = threading.Event()
+    codec._HASHING.submit(idle.wait)
+    codec.start_hashing(sent.payloads[0])
+    with MessageLog(path, "coordinator", VirtualClock()) as log:
+        log.message("received", sent, "ab" * 16, 900, waits=False)
+        assert (log.records, path.read_bytes()) == (1, b"")
+        idle.set()
+        assert log.note(LogEvent.STARTED) == 1
+        log.message("received", Message(head, (Loss(0.5),)), "cd" * 16, 900, waits=False)
+        assert log.records == 3 == len(path.read_bytes().splitlines()), "nothing to wait for"
+        log.message("received", sent, "ef" * 16, 900, waits=False)
+    found = [record for _, record in read_log(path)]
+    assert [record.n for record in found if record is not None] == [0, 1, 2, 3]
+    assert isinstance(found[0], MessageRecord) and found[0].digests == [digest(sent.payloads[0])]
 
 
 def test_each_kind_of_record_round_trips(tmp_path: Path) -> None:

@@ -12,14 +12,24 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fedmq.config.sections import Wire
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import key_agreement
 from fedmq.wire import sessions as crypto
 from fedmq.wire.codec import encode_header
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import Delta, Loss
-from fedmq.wire.sessions import Sealed, Session, open_message, seal_message
-from tests.wire_examples import RUN, assert_works, flipped, message, reason
+from fedmq.wire.payloads import Delta, Loss, Model
+from fedmq.wire.sessions import (
+    Sealed,
+    Session,
+    SharedPart,
+    UnreadableError,
+    decode_opened,
+    open_message,
+    seal_message,
+    seal_shared,
+)
+from tests.wire_examples import RUN, assert_same, assert_works, flipped, message, reason
 
 
 @pytest.fixture
@@ -135,7 +145,7 @@ def test_truncated_frames_are_refused_and_the_session_continues(pair: tuple[Sess
         assert reason(lambda size=size: coordinator.open((clear, body[:size]))) == expected
     for size in range(len(clear)):
         assert reason(lambda size=size: coordinator.open((clear[:size], body))) == "malformed"
-    for frames in ((), (clear,), (clear, body, b"")):
+    for frames in ((), (clear,), (clear, body, b"", b"")):
         assert reason(lambda frames=frames: coordinator.open(frames)) == "malformed"
     open_message(coordinator, sealed.frames)
     assert_works(silo, coordinator)
@@ -233,3 +243,91 @@ def test_the_keys_depend_on_both_secrets_and_the_transcript() -> None:
     assert len(set(parts)) == len(parts)
     theirs = key_agreement.derive_keys(zero, zero, zero, initiator=False)
     assert (theirs["send_key"], theirs["receive_key"]) == (made[0]["receive_key"], made[0]["send_key"])
+
+
+# Shared parts
+
+
+def ends_of(options: Wire) -> tuple[Session, Session]:
+    key, back = os.urandom(32), os.urandom(32)
+    coordinator = Session(
+        run=RUN, name="coordinator", peer="silo-00", options=options, session=bytes(16), send_key=key, receive_key=back
+    )
+    return coordinator, Session(
+        run=RUN, name="silo-00", peer="coordinator", session=bytes(16), send_key=back, receive_key=key
+    )
+
+
+def with_model(model: Model) -> Message:
+    """A message whose model is neither its first payload nor its last."""
+    head = message(sender="coordinator", receiver="silo-00").header
+    return Message(
+        head, (Delta("1" * 64, np.ones(3, np.float32), 3), model, Delta("2" * 64, np.ones(5, np.float32), 3))
+    )
+
+
+@pytest.mark.parametrize("options", [Wire(), Wire(hide_names=True)])
+def test_a_part_sealed_once_is_the_same_memory_for_all_and_opens_as_if_sealed_for_each(options: Wire) -> None:
+    model = Model("0" * 64, np.arange(1001, dtype=np.float32))
+    part = seal_shared(model)
+    for _ in range(2):
+        coordinator, receiver = ends_of(options)
+        for _ in range(2):
+            sealed = seal_message(coordinator, with_model(model), shared=part)
+            assert sealed.frames[2] is part.sealed
+            got, tag = open_message(receiver, sealed.frames)
+            assert (tag, got.header) == (sealed.tag, sealed.header)
+            assert_same(got, Message(sealed.header, with_model(model).payloads))
+        assert coordinator.size == receiver.size
+        alone = seal_message(coordinator, with_model(model))
+        assert_same(open_message(receiver, alone.frames)[0], Message(alone.header, got.payloads))
+        assert len(alone.frames) == 2 and sealed.size - alone.size == 80 + 16, "place, number, key, digest; a tag"
+        assert_works(receiver, coordinator)
+
+
+def changed_part(part: SharedPart, values: np.ndarray[Any, Any]) -> bytes:
+    """A part under the same key, as another receiver can make it."""
+    return AESGCM(part.key).encrypt(bytes(12), values.tobytes(), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "authentic"),
+    [
+        pytest.param(lambda clear, own, part, _: (clear, own, flipped(part, 99)), True, id="a bit"),
+        pytest.param(lambda clear, own, part, _: (clear, own, part[:-1]), True, id="cut"),
+        pytest.param(lambda clear, own, _part, other: (clear, own, other), True, id="another receiver's"),
+        pytest.param(lambda clear, own, _part, _other: (clear, own), False, id="taken away"),
+        pytest.param(lambda clear, own, part, _: (clear, flipped(own, 9), part), False, id="its key"),
+    ],
+)
+def test_a_part_that_is_not_the_senders_is_tampered_with(change: Any, authentic: bool) -> None:
+    model = Model("0" * 64, np.arange(1001, dtype=np.float32))
+    part, (coordinator, silo) = seal_shared(model), ends_of(Wire())
+    sealed = seal_message(coordinator, with_model(model), shared=part)
+    frames = change(*map(bytes, sealed.frames), changed_part(part, model.buffer[::-1]))
+    with pytest.raises(RemoteWireError, match="as sealed") as caught:
+        open_message(silo, frames)
+    assert caught.value.reason == "tampered" and not isinstance(caught.value, UnreadableError)
+    assert silo.authentic == authentic
+    if not authentic:
+        open_message(silo, sealed.frames)
+    assert_works(silo, coordinator)
+
+
+def test_no_part_can_be_added_and_a_senders_wrong_one_is_refused() -> None:
+    model = Model("0" * 64, np.arange(1001, dtype=np.float32))
+    part, (coordinator, silo) = seal_shared(model), ends_of(Wire())
+    alone = seal_message(coordinator, with_model(model))
+    assert reason(lambda: silo.open((*alone.frames, part.sealed))) == "tampered"
+    open_message(silo, alone.frames)
+    sealed = seal_message(coordinator, with_model(model), shared=part)
+    assert reason(lambda: silo.open(sealed.frames, max_body=4004)) == "oversized"
+    head = alone.header
+    for before, why in (
+        (bytes(79), "malformed"),
+        (crypto._SHARED.pack(1, 0, part.key, bytes(32)), "malformed"),
+        (crypto._SHARED.pack(0, 3, part.key, bytes(32)), "malformed"),  # a body that begins with the part
+    ):
+        frames = coordinator.seal(head, [before], shared=part.sealed).frames
+        assert reason(lambda frames=frames: decode_opened(silo.open(frames))) == why
+    assert_works(silo, coordinator)

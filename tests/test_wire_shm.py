@@ -164,6 +164,31 @@ def test_what_a_peer_that_is_gone_did_not_read_is_used_for_others(
     wait_for(lambda: place(filled(listener, 3)) == first, why="the block is still kept for the peer that is gone")
 
 
+def test_one_block_goes_to_several_peers_and_is_used_again_once_all_have_read_it(
+    ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "MOST_BLOCKS", 1)
+    listener, connection = ends
+    others = [connection, connect(listener.uri), connect(listener.uri)]
+    peers = list[bytes]()
+    for each in others:
+        each.send([b"head", b"1"])
+        peers.append(received(listener)[0])
+    body = filled(listener, 7)
+    first = place(body)
+    for peer in peers:
+        assert listener.send(peer, [b"head", b"own", body])
+    del body
+    for each in others[:2]:
+        got = each.receive(SOON)
+        assert got is not None and bytes(got[1]) == b"own" and is_full_of(got[2], 7)
+        assert place(filled(listener, 0)) != first, "a reader is left"
+        del got
+    others[2].close()
+    others[1].close()
+    wait_for(lambda: place(filled(listener, 0)) == first, why="the block is kept for a peer that is gone")
+
+
 def test_a_connection_that_was_made_again_uses_what_the_former_listener_did_not_read(tmp_path: Path) -> None:
     listener = listen(f"shm://{tmp_path}/socket")
     connection = connect(listener.uri)
@@ -305,7 +330,7 @@ def of_file(path: str) -> tuple[int, int]:
         pytest.param(with_block(lambda: memory(SIZE // 2, KEPT | 16)), f"a body of {SIZE} bytes", id="too small"),
         pytest.param(lambda name: [*name[:3], *name[1:3], *name[5:]], "not permitted", id="a block as marks"),
         pytest.param(lambda name: [name[0], *name[3:5], *name[3:]], "is not sealed", id="marks as a block"),
-        pytest.param(lambda name: [*name[:5], 1 << 50, *name[6:]], "in block", id="no such mark"),
+        pytest.param(lambda name: [*name[:5], 1 << 50, *name[6:]], "with mark", id="no such mark"),
         pytest.param(lambda name: [*name[:7], 1 << 30], f"a body of {1 << 30} bytes", id="above the block"),
         pytest.param(lambda name: [*name[:7], 1 << 40], "allowed", id="above the limit"),
     ],

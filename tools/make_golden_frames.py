@@ -17,9 +17,10 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fedmq.config.sections import Wire
-from fedmq.wire.codec import encode_body
+from fedmq.wire.codec import encode_body, encode_tensors
 from fedmq.wire.compression import Settings, decoded, encoded
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.key_agreement import Ephemeral, answer_rekey, begin_rekey, finish_rekey
@@ -57,7 +58,7 @@ from fedmq.wire.payloads import (
     Survivors,
     UpdateReport,
 )
-from fedmq.wire.sessions import Session, seal_message
+from fedmq.wire.sessions import Session, SharedPart, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"
@@ -65,6 +66,7 @@ SESSION = bytes(range(16))
 HEAD = bytes(range(64, 96))
 UP_KEY = bytes(range(32))
 DOWN_KEY = bytes(range(32, 64))
+SHARED_KEY = bytes(range(96, 128))
 LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "float32"), ("logit_scale", (), "float32")])
 
 
@@ -282,6 +284,25 @@ def short_entry() -> dict[str, Any]:
     return {"wire_version": WIRE_VERSION, "key": UP_KEY.hex(), **entries}
 
 
+def golden_shared() -> tuple[Message, SharedPart]:
+    """A task, and its model sealed once for all silos."""
+    message = golden_messages()["task"]
+    content = b"".join(encode_tensors(message.payloads[0]))
+    part = AESGCM(SHARED_KEY).encrypt(bytes(12), content, None)
+    return message, SharedPart(message.payloads[0], SHARED_KEY, memoryview(part))
+
+
+def shared_entry() -> dict[str, Any]:
+    """The same message with a whole and with a short header, and with a shared part in a frame of its own."""
+    message, part = golden_shared()
+    options = {"whole": Wire(), "hidden": Wire(hide_names=True)}
+    ends = {name: golden_session("coordinator", each) for name, each in options.items()}
+    sealed = {name: seal_message(end, message, shared=part) for name, end in ends.items()}
+    frames = {name: [bytes(frame).hex() for frame in each.frames] for name, each in sealed.items()}
+    described = describe(replace(message, header=sealed["whole"].header))
+    return {"wire_version": WIRE_VERSION, "key": DOWN_KEY.hex(), **frames, "message": described}
+
+
 def rekey_entry() -> dict[str, Any]:
     """New keys within a session; all but the rekeyed is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
@@ -305,7 +326,12 @@ def rekey_entry() -> dict[str, Any]:
 def main() -> None:
     FRAMES.mkdir(exist_ok=True)
     entries = {name: sealed_entry(message) for name, message in golden_messages().items()}
-    entries |= {"handshake": handshake_entry(), "short": short_entry(), "rekey": rekey_entry()}
+    entries |= {
+        "handshake": handshake_entry(),
+        "short": short_entry(),
+        "shared": shared_entry(),
+        "rekey": rekey_entry(),
+    }
     for name, entry in entries.items():
         path = FRAMES / f"v{WIRE_VERSION}-{name}.json"
         path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -379,10 +379,10 @@ class Channel:
                 self._refusals.add(b"", error, size)
                 return True
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
-            if error.reason == Reason.GAP:
-                self._end_session(LogEvent.MESSAGE_LOST)
-            elif isinstance(error, UnreadableError):
+            if isinstance(error, UnreadableError):
                 self._report_unreadable(error)
+            elif error.reason in (Reason.GAP, Reason.TAMPERED):  # lost, or its shared part was replaced
+                self._end_session(LogEvent.MESSAGE_LOST)
             return True
         self._received_at = self._clock.stopwatch()
         self._log.message("received", message, tag, size)

@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -24,7 +25,7 @@ from fedmq.storage.locks import try_lock
 from fedmq.storage.logs import QUIET, Logger
 from fedmq.storage.regular_files import bounded_lines, open_regular
 from fedmq.storage.run_folder import make_folder, write_whole, writing
-from fedmq.wire.codec import digest
+from fedmq.wire.codec import digest, is_hashed
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
@@ -92,6 +93,7 @@ class MessageLog:
         self.first = GENESIS  # hash of the first record, by which runs of one scenario differ
         self._signer: tuple[Identity, str] | None = None
         self._signed = 0  # number of records when the log was signed last
+        self._due: Callable[[], int] | None = None  # writes the next record, of a message that is still hashed
         self._write_lock = threading.RLock()
         make_folder(path.parent)
         if os.path.lexists(path):  # opening a FIFO would block, and reading a device would not end
@@ -130,17 +132,19 @@ class MessageLog:
     @property
     def head(self) -> str:
         """Hash of the last record."""
+        self.settle()
         return self._last_hash
 
     @property
     def records(self) -> int:
-        """Number of records."""
-        return self._count
+        """Number of records, with one that is due."""
+        with self._write_lock:
+            return self._count + (self._due is not None)
 
     @property
     def sent_head(self) -> bytes | None:
         """The head that a message to a peer carries, 32 bytes; None unless this log is signed."""
-        return None if self._signer is None else bytes.fromhex(self._last_hash)
+        return None if self._signer is None else bytes.fromhex(self.head)
 
     def start(self, identity: Identity, accepted: Mapping[str, Ed25519PublicKey], facts: StartFacts) -> None:
         """Record what this process declares at its start; from here on it signs its log.
@@ -171,6 +175,7 @@ class MessageLog:
             version: ``version``, the number of merges, for a merge.
         """
         with self._write_lock:
+            self.settle()
             if self._signer is None or self._signed == self._count:
                 return
             identity, run = self._signer
@@ -189,6 +194,7 @@ class MessageLog:
     def _append(self, kind: type[LogRecord], /, **values: object) -> int:
         """Write a record; returns its number."""
         with self._write_lock:
+            self.settle()
             record = sealed(kind, **{**self._next(), **values})
             line = record.line
             with writing(self.path):
@@ -206,7 +212,9 @@ class MessageLog:
         mirror(self.logger, record)
         return record.n
 
-    def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
+    def message(
+        self, action: Literal["sent", "received"], message: Message, tag: str, size: int, *, waits: bool = True
+    ) -> None:
         """Record a message.
 
         Args:
@@ -214,9 +222,25 @@ class MessageLog:
             message: the message, of which the header and each payload's kind, size and digest are recorded.
             tag: hexadecimal authentication tag of the sealed frame.
             size: bytes of all its frames.
+            waits: until its payloads are hashed. Otherwise the record may be due when this returns: it is written
+                before the next one, by :meth:`settle` at the latest.
         """
+        with self._write_lock:
+            self.settle()
+            self._due = partial(self._append_message, action, message, tag, size)
+            if waits or all(map(is_hashed, message.payloads)):
+                self.settle()
+
+    def settle(self) -> None:
+        """Write the record that is due."""
+        with self._write_lock:
+            if self._due is not None:
+                write, self._due = self._due, None
+                write()
+
+    def _append_message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> int:
         decoded = decoded_sizes(message.payloads)
-        self._append(
+        return self._append(
             MessageRecord,
             action=action,
             header=message.header,

@@ -5,12 +5,16 @@ kinds, and only rounded-up sizes. The clear header is short (wire version, sessi
 
     length of the header (4 bytes, little endian), length of the body (8 bytes), the header,
     zeros up to a multiple of 16, the body, zeros as padding
+
+A model that goes to many peers is sealed once, under a key of its own, as the third frame of each of their messages.
+The session seals that key with the rest of the message, and the digest by which a receiver knows that no other
+receiver, who has the key, too, put another model in its place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
@@ -33,9 +37,12 @@ from fedmq.wire.codec import (
     decode,
     decode_clear,
     decode_header,
+    digest,
+    encode_around,
     encode_body,
     encode_header,
     encode_short_header,
+    encode_tensors,
     fresh_memory,
     unknown_version,
 )
@@ -48,6 +55,7 @@ from fedmq.wire.messages import (
     Reason,
     ShortHeader,
 )
+from fedmq.wire.payloads import Payload
 
 TAG_BYTES = 16
 KEY_BYTES = 32
@@ -65,6 +73,12 @@ LEAST_PADDED = 4096
 #: Steps between a power of two and the next.
 _STEPS = 4
 
+#: Size of a model from which it is sealed once for all peers [bytes].
+LEAST_SHARED = 1 << 20
+#: Precedes the rest of a body whose shared part is in a frame of its own: where in the body that part begins [bytes],
+#: which of the payloads it is, its key, the payload's digest.
+_SHARED = struct.Struct(">QQ32s32s")
+
 #: What a session hides by default.
 _NOTHING_HIDDEN = Wire()
 
@@ -77,7 +91,7 @@ class Sealed:
     """A sealed message."""
 
     header: Header  # header as sent, with session and counter
-    frames: tuple[BytesLike, ...]  # unencrypted header, sealed body
+    frames: tuple[BytesLike, ...]  # unencrypted header, sealed body, and the body's shared part if it has one
     tag: str  # the 16-byte GCM tag in hexadecimal, which identifies the message in the logs
 
     @property
@@ -93,6 +107,39 @@ class Opened:
     header: Header
     body: memoryview
     tag: str
+    shared: tuple[int, str] | None = None  # of a body with a shared part: number and digest of the payload that it is
+
+
+@dataclass(frozen=True)
+class SharedPart:
+    """A payload's tensors, sealed once for all peers that they are sent to."""
+
+    payload: Payload
+    key: bytes  # 32 bytes, which seal nothing else
+    sealed: memoryview  # ciphertext and tag
+
+
+@span("seal")
+def seal_shared(payload: Payload, room: Callable[[int], memoryview] = fresh_memory) -> SharedPart:
+    """Seal a payload's tensors for all peers; ``room`` allocates memory of a size [bytes]."""
+    buffers, key = encode_tensors(payload), os.urandom(KEY_BYTES)
+    sealed, _ = _seal(algorithms.AES(key), bytes(12), b"", buffers, room)
+    return SharedPart(payload, key, sealed)
+
+
+def _seal(
+    key: algorithms.AES, nonce: bytes, clear: bytes, buffers: Sequence[BytesLike], room: Callable[[int], memoryview]
+) -> tuple[memoryview, bytes]:
+    """The ciphertext of buffers with its tag behind it, and the tag; each buffer goes to the cipher without a copy."""
+    cipher = Cipher(key, modes.GCM(nonce)).encryptor()
+    cipher.authenticate_additional_data(clear)
+    sealed = room(body_size(buffers) + _SLACK)
+    end = 0
+    for buffer in buffers:
+        end += cipher.update_into(buffer, sealed[end:])
+    cipher.finalize()
+    sealed[end:] = cipher.tag
+    return sealed, cipher.tag
 
 
 @dataclass
@@ -161,7 +208,11 @@ class Session:
 
     @span("seal")
     def seal(
-        self, header: Header, buffers: Sequence[BytesLike], room: Callable[[int], memoryview] = fresh_memory
+        self,
+        header: Header,
+        buffers: Sequence[BytesLike],
+        room: Callable[[int], memoryview] = fresh_memory,
+        shared: memoryview | None = None,
     ) -> Sealed:
         """Seal a body under the next counter and set the header's session and counter.
 
@@ -169,6 +220,7 @@ class Session:
             header: run, sender and receiver must be the session's.
             buffers: their concatenation is the body; each is passed to the cipher without a copy.
             room: allocates memory of a size [bytes] for the sealed body.
+            shared: the body's sealed shared part, which travels in a frame of its own.
 
         Raises:
             LocalWireError: a header of another session, a body that is too large, or a key that has sealed
@@ -180,24 +232,17 @@ class Session:
             )
         if self._next_sent >= MAX_MESSAGES:
             raise LocalWireError(f"this session's key has sealed {MAX_MESSAGES} messages")
-        size = body_size(buffers)
+        apart = () if shared is None else (shared,)
+        size = body_size([*buffers, *apart])
         if size > MAX_BODY:
             raise LocalWireError(f"the body has {size} bytes, allowed {MAX_BODY}")
         header = replace(header, session=self.session, counter=self._next_sent, wire_version=WIRE_VERSION)
         clear, buffers = self._frames(header, buffers)
-        size = body_size(buffers)
         # Incremented before the key is used, so that no failure below can lead to a repeated nonce.
         self._next_sent += 1
-        cipher = Cipher(self._send_key, modes.GCM(_nonce(header.counter))).encryptor()
-        cipher.authenticate_additional_data(clear)
-        sealed = room(size + _SLACK)
-        end = 0
-        for buffer in buffers:
-            end += cipher.update_into(buffer, sealed[end:])
-        cipher.finalize()
-        sealed[end:] = cipher.tag
-        self.size += size
-        return Sealed(header, (clear, sealed), cipher.tag.hex())
+        sealed, tag = _seal(self._send_key, _nonce(header.counter, len(apart)), clear, buffers, room)
+        self.size += body_size([sealed, *apart]) - TAG_BYTES
+        return Sealed(header, (clear, sealed, *apart), tag.hex())
 
     def _frames(self, header: Header, buffers: Sequence[BytesLike]) -> tuple[bytes, Sequence[BytesLike]]:
         """The clear header, and what is sealed."""
@@ -220,15 +265,16 @@ class Session:
         """Open the peer's next message. A refused one leaves the session unchanged, except that a gap is skipped.
 
         Args:
-            frames: unencrypted header, sealed body.
+            frames: unencrypted header, sealed body, and the body's shared part if it has one.
             max_body: maximum size of an accepted body [bytes].
             header: the clear header, if the caller has decoded it.
 
         Raises:
             RemoteWireError: ``malformed``, ``oversized``, ``wire_version``, ``wrong_run``, ``unknown_session``,
-                ``unknown_sender``, ``wrong_receiver``, ``exhausted``, ``replay``, ``tampered`` or ``gap``.
+                ``unknown_sender``, ``wrong_receiver``, ``exhausted``, ``replay``, ``tampered`` or ``gap``. Of these
+                only a gap and a wrong shared part are found in an authentic message; it counts as received.
         """
-        clear, sealed = _two(frames)
+        clear, sealed, *shared = _parts(frames)
         header = header or decode_clear(clear)
         size = sealed.nbytes - TAG_BYTES
         largest = padded_size(max_body + MAX_PREFIX) if isinstance(header, ShortHeader) else max_body
@@ -239,7 +285,7 @@ class Session:
         keys = self._keys_for(header)
         content = np.empty(size, np.uint8).data
         try:
-            keys.cipher.decrypt_into(_nonce(header.counter), sealed, bytes(clear), content)
+            keys.cipher.decrypt_into(_nonce(header.counter, len(shared)), sealed, bytes(clear), content)
         except InvalidTag:
             raise RemoteWireError(
                 Reason.TAMPERED, f"message {header.counter} of {self.peer} is not as sealed"
@@ -248,15 +294,17 @@ class Session:
         # A gap, shown by an authentic message only, costs that message but not the session: the lost messages stay
         # lost, no message is accepted out of order, and the next one is in order again.
         keys.next = header.counter + 1
-        self.authentic, self.size = self.authentic + 1, self.size + size
+        self.authentic, self.size = self.authentic + 1, self.size + body_size([content, *shared])
         if keys is self._coming:  # from now on the former keys are not needed
             self._receiving, self._coming = keys, None
         if header.counter != expected:
             raise RemoteWireError(Reason.GAP, f"message {header.counter} of {self.peer}, expected {expected}")
         tag = bytes(sealed[size:]).hex()
         if isinstance(header, Header):
-            return Opened(header, content.toreadonly(), tag)
-        return self._parted(header, content.toreadonly(), tag)
+            opened = Opened(header, content.toreadonly(), tag)
+        else:
+            opened = self._parted(header, content.toreadonly(), tag)
+        return _joined(opened, shared[0], max_body) if shared else opened
 
     def _parted(self, short: ShortHeader, content: memoryview, tag: str) -> Opened:
         """A message whose header was sealed with its body."""
@@ -294,13 +342,56 @@ class Session:
             raise RemoteWireError(Reason.WRONG_RECEIVER, f"receiver {header.receiver}, here {self.name}")
 
 
-def seal_message(session: Session, message: Message, room: Callable[[int], memoryview] = fresh_memory) -> Sealed:
-    """Encode and seal a message; ``room`` allocates memory of a size [bytes] for the sealed body.
+def _joined(opened: Opened, sealed: memoryview, max_body: int) -> Opened:
+    """A message with its shared part at its place in the body.
+
+    Raises:
+        RemoteWireError: ``malformed``, ``oversized``, or ``tampered`` if the shared part is not as sealed.
+    """
+    rest, size = opened.body[_SHARED.size :], sealed.nbytes - TAG_BYTES
+    if opened.body.nbytes < _SHARED.size or size < 0:
+        raise RemoteWireError(Reason.MALFORMED, "a shared part that is too short")
+    start, number, key, found = _SHARED.unpack(opened.body[: _SHARED.size])
+    if start > rest.nbytes:
+        raise RemoteWireError(Reason.MALFORMED, f"a shared part at byte {start} of a body of {rest.nbytes} without it")
+    if (whole := rest.nbytes + size) > max_body:
+        raise RemoteWireError(Reason.OVERSIZED, f"a body of {whole} bytes, allowed {max_body}")
+    body = np.empty(whole, np.uint8).data
+    try:
+        AESGCM(key).decrypt_into(bytes(12), sealed, None, body[start : start + size])
+    except InvalidTag:
+        raise RemoteWireError(Reason.TAMPERED, _not_as_sealed(opened)) from None
+    body[:start], body[start + size :] = rest[:start], rest[start:]
+    return replace(opened, body=body.toreadonly(), shared=(number, found.hex()))
+
+
+def _not_as_sealed(opened: Opened) -> str:
+    return f"the shared part of message {opened.header.counter} of {opened.header.sender} is not as sealed"
+
+
+def seal_message(
+    session: Session,
+    message: Message,
+    room: Callable[[int], memoryview] = fresh_memory,
+    shared: SharedPart | None = None,
+) -> Sealed:
+    """Encode and seal a message.
+
+    Args:
+        session: of the receiver.
+        message: its header's run, sender and receiver must be the session's.
+        room: allocates memory of a size [bytes] for the sealed body.
+        shared: one of the payloads, if it is sealed already.
 
     Raises:
         LocalWireError: see :meth:`Session.seal`.
     """
-    return session.seal(message.header, encode_body(message), room)
+    if shared is None:
+        return session.seal(message.header, encode_body(message), room)
+    rest, start = encode_around(message, shared.payload)
+    number = next(place for place, each in enumerate(message.payloads) if each is shared.payload)
+    first = _SHARED.pack(start, number, shared.key, bytes.fromhex(digest(shared.payload)))
+    return session.seal(message.header, [first, *rest], room, shared.sealed)
 
 
 def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:
@@ -334,13 +425,20 @@ def decode_opened(opened: Opened, *, max_body: int = MAX_BODY) -> Message:
 
     Raises:
         UnreadableError: see :func:`fedmq.wire.codec.decode`; or a message of the handshake.
+        RemoteWireError: ``tampered``: the shared part is another than the sender's.
     """
     try:
         if opened.header.kind in HANDSHAKE_KINDS | REKEY_KINDS:
             raise RemoteWireError(Reason.UNEXPECTED, f"a {opened.header.kind} after the handshake")
-        return decode(opened.header, opened.body, max_body=max_body)
+        message = decode(opened.header, opened.body, max_body=max_body)
     except RemoteWireError as error:
         raise UnreadableError(opened.header, error) from error
+    if opened.shared is not None:
+        # All who have the key can seal another part under it, even with the same tag: GCM does not bind a key to one.
+        number, found = opened.shared
+        if number >= len(message.payloads) or digest(message.payloads[number]) != found:
+            raise RemoteWireError(Reason.TAMPERED, _not_as_sealed(opened))
+    return message
 
 
 def padded_size(size: int) -> int:
@@ -380,28 +478,15 @@ def _any(raw: BytesLike) -> bool:
     return bool(np.frombuffer(raw, np.uint8).any())
 
 
-def _two(frames: Sequence[BytesLike]) -> tuple[memoryview, memoryview]:
-    if len(frames) != 2:
-        raise RemoteWireError(Reason.MALFORMED, f"{len(frames)} frames, expected 2")
-    return byte_view(frames[0]), byte_view(frames[1])
+def _parts(frames: Sequence[BytesLike]) -> list[memoryview]:
+    if len(frames) not in (2, 3):
+        raise RemoteWireError(Reason.MALFORMED, f"{len(frames)} frames, expected 2 or 3")
+    return [byte_view(frame) for frame in frames]
 
 
-def _nonce(counter: int) -> bytes:
-    """12 bytes: four zeros, then the counter, big endian. Each direction has its own key, so no nonce repeats."""
-    return counter.to_bytes(12, "big")
+def _nonce(counter: int, shared: int) -> bytes:
+    """12 bytes: the number of shared parts, 0 or 1, and the counter, big endian.
 
-
-def keep_buffers(unused: int = MAX_BODY) -> None:
-    """Make the C library reuse freed buffers of a model's size instead of returning them to the kernel.
-
-    Otherwise the kernel maps and zeroes new pages for every message, a quarter of the time of sealing and opening. The
-    process keeps at most as much memory as it ever used at the same time.
-
-    Args:
-        unused: amount of free memory above which the C library returns some to the kernel [bytes].
+    Each direction has its own key, so no nonce repeats; and no frame can be added to a message, or taken from it.
     """
-    mmap_threshold, trim_threshold = -3, -1
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
-        library = ctypes.CDLL(None)
-        library.mallopt(mmap_threshold, MAX_BODY)
-        library.mallopt(trim_threshold, unused)
+    return shared.to_bytes(4, "big") + counter.to_bytes(8, "big")

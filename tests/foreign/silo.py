@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import time
 from pathlib import Path
 
@@ -265,14 +266,21 @@ class Silo:
             return None
         frames = self.socket.recv_multipart()
         clear = msgpack.unpackb(frames[0])
-        body = self.down.decrypt(bytes(4) + self.received.to_bytes(8, "big"), frames[1], frames[0])
+        nonce = (len(frames) - 2).to_bytes(4, "big") + self.received.to_bytes(8, "big")
+        body = self.down.decrypt(nonce, frames[1], frames[0])
         header, body = opened(body) if len(clear) == 3 else (clear, body)
+        if len(frames) == 3:
+            start, number, key, digest = struct.unpack(">QQ32s32s", body[:80])
+            part = AESGCM(key).decrypt(bytes(12), frames[2], None)
+            body = body[80 : 80 + start] + part + body[80 + start :]
         assert all(header[name] == clear[name] for name in clear), (clear, header)
         expected = (VERSION, self.run, self.session, COORDINATOR, self.name, self.received)
         names = ("wire_version", "run", "session", "sender", "receiver", "counter")
         assert tuple(header[name] for name in names) == expected, header
         self.received += 1
         plain = decoded(body)
+        if len(frames) == 3:
+            assert payload_digest(*plain["payloads"][number]) == digest.hex(), "the shared part was replaced"
         self.log.message("received", header, plain["payloads"], frames, plain["head"])
         return header, plain
 

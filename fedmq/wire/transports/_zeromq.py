@@ -24,7 +24,7 @@ from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received
-from fedmq.wire.transports.base import FRAMES, Connection, ConnectionRefusal, Listener
+from fedmq.wire.transports.base import FRAMES, MOST_FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
 #: How long a closing socket continues to send queued messages [ms].
@@ -60,6 +60,8 @@ class Endpoint:
 class ZeroMQListener(Listener):
     """A ROUTER socket; made by :func:`bind`."""
 
+    shares = True
+
     def __init__(
         self,
         socket: zmq.Socket[bytes],
@@ -93,7 +95,7 @@ class ZeroMQListener(Listener):
             self._admission.heard(self._descriptors[peer], key)
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
-        _require_two(frames)
+        _require(frames, FRAMES)
         return peer, [frame.buffer for frame in rest]
 
     @override
@@ -173,17 +175,17 @@ class ZeroMQConnection(Connection):
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
         if timeout_s != 0:
             self._wait(timeout_s)
-        received = _received(self._socket, FRAMES)
+        received = _received(self._socket, MOST_FRAMES)
         if received is None and self._is_lost():
             time.sleep(_RECONNECT_MS[0] / 1000)  # as long as ZeroMQ would wait; the last messages may still arrive
-            received = _received(self._socket, FRAMES)
+            received = _received(self._socket, MOST_FRAMES)
             if received is None:
                 self.reconnect()
         if received is None:
             return None
         self._mark = self._brought()
         frames, number = received
-        _require_two(number)
+        _require(number, MOST_FRAMES)
         return [frame.buffer for frame in frames]
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -430,9 +432,10 @@ def _inode(descriptor: int) -> int | None:
         return None
 
 
-def _require_two(frames: int) -> None:
-    if frames != FRAMES:
-        raise RemoteWireError(Reason.MALFORMED, f"{frames} frames, expected {FRAMES}")
+def _require(frames: int, most: int) -> None:
+    if not FRAMES <= frames <= most:
+        expected = f"{FRAMES}" if most == FRAMES else f"{FRAMES} or {most}"
+        raise RemoteWireError(Reason.MALFORMED, f"{frames} frames, expected {expected}")
 
 
 def _received(socket: zmq.Socket[bytes], most: int) -> tuple[list[zmq.Frame], int] | None:

@@ -1,7 +1,7 @@
 """The interface of transports: the coordinator's Listener, and the Connections of silos and the evaluator.
 
-A transport carries messages of two opaque frames, header and sealed body, between processes. Its users depend only on
-these two interfaces.
+A transport carries messages of two opaque frames, header and sealed body, between processes; some also messages of
+three, whose last is a part of the body that is the same for many peers. Its users depend only on these two interfaces.
 
 A listener or connection is created after any fork and used only by the thread that created it, except for
 :meth:`Connection.wake`.
@@ -19,6 +19,8 @@ from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
 FRAMES = 2
+#: The same of a message to a peer whose body has a part that is sealed once for many peers.
+MOST_FRAMES = 3
 #: Messages queued per peer and direction before ``send`` waits or returns False.
 QUEUE = 64
 #: Maximum size of a frame that a peer may send [bytes]: a body and its tag.
@@ -36,6 +38,7 @@ class Listener(ABC):
     """The end that many peers connect to."""
 
     uri: str  # URI to which peers connect, with the actual port
+    shares: bool = False  # whether it can send messages of three frames, and its peers receive them
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
@@ -69,7 +72,8 @@ class Listener(ABC):
 
         Args:
             peer: its address, from :meth:`receive`.
-            frames: two; they must not change afterwards, as they may be sent without a copy.
+            frames: two, or three if it shares; they must not change afterwards, as they may be sent without a copy.
+                The same memory may be the third frame of messages to many peers.
 
         Returns:
             False if the peer is disconnected or its queue is full, in which case the message is dropped.
@@ -96,10 +100,10 @@ class Connection(ABC):
             timeout_s: how long to wait [s]; 0 polls, None waits forever.
 
         Returns:
-            The message's two frames; None if there is no message within ``timeout_s`` or :meth:`wake` was called.
+            The message's two or three frames; None if there is none within ``timeout_s`` or :meth:`wake` was called.
 
         Raises:
-            RemoteWireError: reason ``malformed``: a message without exactly two frames, which is discarded.
+            RemoteWireError: reason ``malformed``: a message of another number of frames, which is discarded.
         """
 
     @abstractmethod

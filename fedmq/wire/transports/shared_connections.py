@@ -40,7 +40,7 @@ class SharedListener(Listener):
 
     def __init__(self, inner: Listener) -> None:
         self._inner = inner
-        self.uri = SHARED + inner.uri
+        self.uri, self.shares = SHARED + inner.uri, inner.shares
 
     @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
@@ -88,10 +88,10 @@ class SharedConnection:
         while (frames := self._inner.receive(timeout_s)) is not None:
             timeout_s = 0.0
             self._unanswered.clear()
-            first, body = frames
+            first, *rest = frames
             branch = self._branches.get(bytes(first[:_NUMBER_BYTES]))
             if branch is not None:  # otherwise a branch that is closed
-                branch.arrived.append([first[_NUMBER_BYTES:], body])
+                branch.arrived.append([first[_NUMBER_BYTES:], *rest])
 
     def reconnect(self, mark: bytes) -> None:
         """A branch gets no answer; if that is true of most and nothing else arrived, make a new connection."""

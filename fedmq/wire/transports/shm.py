@@ -3,8 +3,8 @@
 Each end keeps a few *blocks*, memfds that it reuses. The sender seals a body into a block, and sends the block's name
 through the socket. The receiver maps the block and opens the body there. Once the receiver's last view of the body is
 gone, it acknowledges the body: it writes the message's number into the sender's *marks*, an array with one number for
-each block. Then the sender may reuse the block. If no block is free, the sender does not wait: the body goes through
-the socket.
+each message that is not read yet. Once all receivers of a block have done so, the sender may reuse it. If no block is
+free, the sender does not wait: the body goes through the socket.
 
 A block cannot shrink, and only its maker can write to it. So reading a block cannot end a process by SIGBUS, and a
 third process cannot change a message that is being sealed or opened. The kernel frees blocks when their processes end.
@@ -20,7 +20,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from fedmq.wire.transports.base import Connection, Listener, Transport
 LEAST_BYTES = 1 << 20
 #: Blocks of an end, and their size together [bytes].
 MOST_BLOCKS, MOST_BYTES = 64, 1 << 30
+#: Messages with a block that are not read yet.
+MOST_MARKS = 4096
 #: Mapped blocks and marks of other processes; each mapping holds a file descriptor.
 _MOST_MAPPED = 256
 #: Blocks are made in multiples of this size [bytes], since the bodies of a run differ a little.
@@ -49,7 +51,7 @@ _FUTURE_WRITE = 0x10
 _KEPT = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 #: First byte of frame 0: frame 1 is the body, or the name of a block.
 _BODY, _NAMED = b"\0", b"\1"
-#: A block's name: process, descriptor and inode of the block, the same two of the marks, number of the block, of the
+#: A block's name: process, descriptor and inode of the block, the same two of the marks, number of the mark, of the
 #: message, size of the body [bytes].
 _NAME = struct.Struct(">8Q")
 _Marks = npt.NDArray[np.uint64]
@@ -77,16 +79,23 @@ class _Memfd:
             raise
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A message whose block the receiver may still read."""
+
+    mark: int  # index of its mark
+    number: int  # of the message
+    peer: bytes | int
+
+
 @dataclass
 class _Block:
-    """Memory for one body at a time."""
+    """Memory for one body at a time, which may go to several peers."""
 
     memfd: _Memfd
-    slot: int  # index of its mark
     # Returns the array in which a message is being sealed or sent, or None.
     given: Callable[[], object] = lambda: None
-    message: int = 0  # number of the last message sent in it
-    peer: bytes | int | None = None  # the peer of that message
+    unread: list[_Unread] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -104,7 +113,8 @@ class Blocks:
         self._connected = connected
         self._blocks: list[_Block] = []
         self._marked: _Memfd | None = None
-        self._marks: _Marks = np.zeros(MOST_BLOCKS, np.uint64)
+        self._marks: _Marks = np.zeros(MOST_MARKS, np.uint64)
+        self._free_marks = list(range(MOST_MARKS))
         self._sent = 0
 
     def room(self, size: int) -> memoryview:
@@ -119,12 +129,20 @@ class Blocks:
         return array.data
 
     def _free(self, size: int) -> _Block | None:
-        fitting = [block for block in self._blocks if block.size >= size and block.given() is None]
-        read = next((block for block in fitting if self._is_read(block)), None)
-        return read or next((block for block in fitting if not self._connected(block.peer)), None)
+        self._note_read()
+        return next(
+            (each for each in self._blocks if each.size >= size and not each.unread and each.given() is None), None
+        )
 
-    def _is_read(self, block: _Block) -> bool:
-        return bool(self._marks[block.slot] >= block.message)
+    def _note_read(self) -> None:
+        """Forget the messages that their receivers have read, or can no longer read."""
+        for block in self._blocks:
+            for message in [each for each in block.unread if self._is_read(each)]:
+                block.unread.remove(message)
+                self._free_marks.append(message.mark)
+
+    def _is_read(self, message: _Unread) -> bool:
+        return bool(self._marks[message.mark] >= message.number) or not self._connected(message.peer)
 
     def _add(self, size: int) -> _Block | None:
         """A new block; None if there are too many, or the machine has no memory for it."""
@@ -133,36 +151,37 @@ class Blocks:
             return None
         try:
             if self._marked is None:
-                self._marked = _Memfd.create(MOST_BLOCKS * self._marks.itemsize, _KEPT)
+                self._marked = _Memfd.create(self._marks.nbytes, _KEPT)
                 self._marks = np.frombuffer(self._marked.memory, np.uint64)
-            self._blocks.append(_Block(_Memfd.create(size, _KEPT | _FUTURE_WRITE), len(self._blocks)))
+            self._blocks.append(_Block(_Memfd.create(size, _KEPT | _FUTURE_WRITE)))
         except OSError:
             return None
         return self._blocks[-1]
 
     def send(self, frames: Sequence[BytesLike], peer: bytes | int, put: Callable[[Sequence[BytesLike]], bool]) -> bool:
-        """Send a message with ``put``; of a body in a block from :meth:`room`, only the block's name is sent."""
-        header, body = frames
+        """Send a message with ``put``; of a last frame in a block from :meth:`room`, only the block's name is sent."""
+        header, *between, body = frames
         view = memoryview(body)
         whole = isinstance(view.obj, np.ndarray) and view.obj.nbytes == view.nbytes
         block = next((block for block in self._blocks if whole and block.given() is view.obj), None)
-        if block is None or self._marked is None:
-            return put([_BODY + bytes(header), body])
-        number, own, marks = self._sent + 1, block.memfd, self._marked
+        if block is not None and not self._free_marks:
+            self._note_read()
+        if block is None or self._marked is None or not self._free_marks:
+            return put([_BODY + bytes(header), *between, body])
+        number, mark, own, marks = self._sent + 1, self._free_marks[-1], block.memfd, self._marked
         name = _NAME.pack(
-            os.getpid(), own.descriptor, own.inode, marks.descriptor, marks.inode,
-            block.slot, number, view.nbytes,
-        )  # fmt: skip
-        if not put([_NAMED + bytes(header), name]):
+            os.getpid(), own.descriptor, own.inode, marks.descriptor, marks.inode, mark, number, view.nbytes
+        )
+        if not put([_NAMED + bytes(header), *between, name]):
             return False
-        self._sent = block.message = number
-        block.peer = peer
+        self._sent = number
+        block.unread.append(_Unread(self._free_marks.pop(), number, peer))
         return True
 
     def close(self) -> None:
         """Wait at most two seconds until all messages are read, then close the blocks; no peer can open them again."""
         until = time.monotonic() + _LINGER_S
-        while any(not self._is_read(block) and self._connected(block.peer) for block in self._blocks):
+        while any(not self._is_read(each) for block in self._blocks for each in block.unread):
             if time.monotonic() >= until:
                 break
             time.sleep(0.005)
@@ -241,30 +260,31 @@ class MappedBlocks:
         self._mapped: dict[_Mapped, mmap.mmap] = {}  # the one used last is the last
 
     def frames(self, frames: list[memoryview]) -> list[memoryview]:
-        """The two frames of a received message; a body in a block stays valid as long as a view of it exists.
+        """The frames of a received message; a body in a block stays valid as long as a view of it exists.
 
         Raises:
             RemoteWireError: ``malformed`` or ``oversized``: no name of a block, or not one of this user, sealed and as
                 large as the body.
         """
-        first, body = frames
+        first, *between, body = frames
         mark = bytes(first[:1])
         if mark not in (_BODY, _NAMED):
             raise RemoteWireError(Reason.MALFORMED, "a frame that does not say where its body is")
-        return [first[1:], body if mark == _BODY else self._body(body)]
+        return [first[1:], *between, body if mark == _BODY else self._body(body)]
 
     def _body(self, name: memoryview) -> memoryview:
         if name.nbytes != _NAME.size:
             raise RemoteWireError(Reason.MALFORMED, f"the name of a block has {name.nbytes} bytes, not {_NAME.size}")
-        process, descriptor, inode, marks_descriptor, marks_inode, slot, number, size = _NAME.unpack(name)
+        process, descriptor, inode, marks_descriptor, marks_inode, place, number, size = _NAME.unpack(name)
         if size > self._max_body:
             raise RemoteWireError(Reason.OVERSIZED, f"a body of {size} bytes in a block, allowed {self._max_body}")
         marks = self._map(_Mapped(process, marks_descriptor, marks_inode, marks=True))
         block = self._map(_Mapped(process, descriptor, inode, marks=False))
-        if size > len(block) or 8 * (slot + 1) > len(marks):
-            raise RemoteWireError(Reason.MALFORMED, f"a body of {size} bytes in block {slot} of {len(block)} bytes")
+        if size > len(block) or 8 * (place + 1) > len(marks):
+            detail = f"a body of {size} bytes in a block of {len(block)} bytes, with mark {place}"
+            raise RemoteWireError(Reason.MALFORMED, detail)
         array = np.frombuffer(block, np.uint8, size)
-        mark = np.frombuffer(marks, np.uint64, 1, 8 * slot)
+        mark = np.frombuffer(marks, np.uint64, 1, 8 * place)
         weakref.finalize(array, _mark_read, mark, np.uint64(number)).atexit = False
         return array.data
 
@@ -286,6 +306,8 @@ def _mark_read(mark: npt.NDArray[np.uint64], number: np.uint64) -> None:
 
 class ShmListener(Listener):
     """A listener whose peers are processes of the same user on the same machine."""
+
+    shares = True
 
     def __init__(self, inner: _zeromq.ZeroMQListener, uri: str, max_frame: int) -> None:
         self._inner, self.uri = inner, uri

@@ -313,6 +313,7 @@ REFUSED = [
     ("rcsr", {}, DCMH, LABELS, "objective.base"),
     ("fedbridge", {}, DCMH, LABELS, "objective.base"),
     ("creamfl_public", {}, DCMH, LABELS, "objective.base"),
+    ("fedcola", {}, DCMH, LABELS, "objective.base"),
     ("plfedcmh", {}, Objective(), LABELS, "objective.base"),
     ("fedcafe", {}, Objective(), LABELS, "objective.base"),
     ("fedcmr", {}, Objective(), LABELS, "objective.base"),

@@ -1,0 +1,164 @@
+"""FedCola against numpy versions written from their equations and released code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Training
+from fedmq.federation.protocol import Local, Task, take
+from fedmq.models.two_tower import BRANCHES
+from fedmq.wire.payloads import Delta, Model
+from protocols import fedcola
+from tests.small_federation import SmallFederation, population
+
+PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=100, local_epochs=1)
+F64 = np.ndarray
+
+
+def layers(run: SmallFederation, theta: torch.Tensor, modality: str) -> dict[str, F64]:
+    """A tower's parameters by name, float64."""
+    prefix, layout = BRANCHES[modality], run.model.layout  # type: ignore[index]
+    found = {}
+    for entry in layout.entries:
+        if entry.name.startswith(prefix):
+            (part,) = layout.ranges([entry.name])
+            found[entry.name.removeprefix(prefix)] = theta[part].double().numpy().reshape(entry.shape)
+    return found
+
+
+def embed(w: dict[str, F64], x: F64) -> F64:
+    """A tower of adapter and residual head (RCSR)."""
+    hidden = x @ w["adapters.00.down.weight"].T + w["adapters.00.down.bias"]
+    gelu = hidden * 0.5 * (1 + torch.erf(torch.from_numpy(hidden / math.sqrt(2))).numpy())
+    x = x + gelu @ w["adapters.00.up.weight"].T + w["adapters.00.up.bias"]
+    z = np.maximum(x @ w["head.0.weight"].T + w["head.0.bias"], 0) @ w["head.1.weight"].T + w["head.1.bias"]
+    return (x + z) / np.linalg.norm(x + z, axis=1, keepdims=True)
+
+
+def slope(loss: Callable[[], float], values: F64) -> F64:
+    """Gradient of a loss by central differences, which changes ``values`` in place and restores them."""
+    found = np.zeros_like(values)
+    for place in np.ndindex(values.shape):
+        kept = values[place]
+        values[place] = kept + 1e-5
+        up = loss()
+        values[place] = kept - 1e-5
+        found[place] = (up - loss()) / 2e-5
+        values[place] = kept
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ FedCola
+@pytest.mark.parametrize("complement", ["trained", "frozen", "none"])
+def test_a_fedcola_silo_steps_on_its_own_weights_the_gates_and_the_other_towers_weights(complement: str) -> None:
+    """W + s W' as separate variables with gradients by central differences; two steps, as the first has s = 0."""
+    rate, steps = 0.5, 2
+    run = population("fedcola", {"complement": complement}, training=PLAIN.model_copy(update={"local_epochs": steps}))
+    run.round()
+    run.round()
+    silo = run.context.silos[1]  # images only
+    task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
+    local = Local(silo, run.shares[1], run.model, {})
+    update = take(run.protocol.train(local, task).payloads, Delta)
+    start = torch.from_numpy(take(task.payloads, Model).buffer.copy())
+    assert torch.equal(start, run.state.tensors[fedcola.SINGLE])
+    own, other = layers(run, start, "image"), layers(run, start, "text")
+    gates = {name: np.zeros(()) for name in own if name.endswith(".weight")}
+    assert run.shares[1].image is not None
+    x, target = run.shares[1].image.double().numpy(), run.state.tensors["prototypes"][1].double().numpy()
+
+    def merged() -> dict[str, F64]:
+        return {name: own[name] + (gates[name] * other[name] if name in gates else 0) for name in own}
+
+    def loss() -> float:
+        return float(1 - (embed(merged(), x) @ target).mean() / np.linalg.norm(target))
+
+    before = merged()
+    for _ in range(steps):
+        groups = [own, *([gates] if complement != "none" else []), *([other] if complement == "trained" else [])]
+        slopes = [{name: slope(loss, each[name]) for name in each} for each in groups]
+        for group, found in zip(groups, slopes, strict=True):
+            for name in group:
+                group[name] -= rate * found[name]
+    wanted = {name: value - before[name] for name, value in merged().items()}
+    found = layers(run, torch.from_numpy(update.buffer.copy()), "image")
+    largest = max(np.abs(value).max() for value in wanted.values())
+    assert largest > 1e-3
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=2e-4 * largest, err_msg=name)
+    assert not torch.from_numpy(update.buffer.copy())[run.model.branch("text")].any()
+
+
+def official(kinds: list[str], sizes: list[float], model: str, modality: str, *, shared: bool, comp: bool) -> F64:
+    """Coefficients of ``_aggregate`` in imguangyu/FedCola for the parameters of one modality.
+
+    ``kinds`` are the silos' modalities, ``model`` that of the server's model: img, txt or img+txt.
+    """
+    related = [kind in model or model in kind for kind in kinds]
+    numerators = [
+        size if (near if shared else kind == model) else 0.0
+        for kind, size, near in zip(kinds, sizes, related, strict=True)
+    ]
+    divisor = sum(size for size, near in zip(sizes, related, strict=True) if near) if comp else sum(numerators)
+    uploaded = [modality in kind for kind in kinds]
+    return np.array([n / divisor * up if divisor else 0.0 for n, up in zip(numerators, uploaded, strict=True)])
+
+
+@pytest.mark.parametrize("kinds", [["img+txt", "img", "txt", "img+txt", "img"], ["img+txt", "img"], ["txt", "img"]])
+def test_fedcolas_coefficients_are_those_of_its_code(kinds: list[str]) -> None:
+    sizes = [float(n) for n in (30, 11, 7, 5, 13)[: len(kinds)]]
+    weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    paired = torch.tensor([kind == "img+txt" for kind in kinds])
+    for modality in ("img", "txt"):
+        has = torch.tensor([modality in kind for kind in kinds])
+        for single in (False, True):
+            for shared in (False, True):
+                for comp in (False, True):
+                    model = modality if single else "img+txt"
+                    expected = official(kinds, sizes, model, modality, shared=shared, comp=comp)
+                    found = fedcola.coefficients(weights, has, paired, single=single, shared=shared, compensation=comp)
+                    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, err_msg=f"{model} {modality}")
+
+
+def test_fedcolas_models_take_shared_layers_from_all_and_others_from_their_own_kind() -> None:
+    run = population("fedcola", {"compensation": False})
+    run.round()
+    replies, layout = run.replies(), run.model.layout
+    after = run.protocol.merge(run.state, replies, 1).state
+    deltas = [take(reply.payloads, Delta).buffer.astype(np.float64) for reply in replies]
+    n = np.array([reply.samples for reply in replies], np.float64)  # paired, images only, captions only, paired
+
+    def step(theta: torch.Tensor, before: torch.Tensor, name: str) -> F64:
+        (part,) = layout.ranges([name])
+        return (theta - before)[part].double().numpy()
+
+    def expected(name: str, rows: list[int], divisor: float) -> F64:
+        (part,) = layout.ranges([name])
+        return np.asarray(sum(n[k] * deltas[k][part] for k in rows) / divisor)
+
+    before, single = run.state.theta, run.state.tensors[fedcola.SINGLE]
+    for name, all_rows, alone in (("visual.", [0, 1, 3], 1), ("text.", [0, 2, 3], 2)):
+        adapter, head = f"{name}adapters.00.up.weight", f"{name}head.1.weight"
+        for found, wanted in (
+            (step(after.theta, before, adapter), expected(adapter, all_rows, n.sum())),
+            (step(after.theta, before, head), expected(head, [0, 3], n[0] + n[3])),
+            (step(after.tensors[fedcola.SINGLE], single, adapter), expected(adapter, all_rows, n[all_rows].sum())),
+            (step(after.tensors[fedcola.SINGLE], single, head), expected(head, [alone], n[alone])),
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=3e-8)
+            assert np.abs(wanted).max() > 1e-6
+
+
+def test_in_async_mode_fedcolas_three_models_move_by_the_same_fraction() -> None:
+    run = population("fedcola")
+    run.round()
+    after = run.protocol.merge(run.state, run.replies(), 1).state
+    mixed = run.protocol.mix_state(run.state, after, 0.25)
+    wanted = 0.75 * run.state.tensors[fedcola.SINGLE] + 0.25 * after.tensors[fedcola.SINGLE]
+    torch.testing.assert_close(mixed.tensors[fedcola.SINGLE], wanted)
+    assert not torch.equal(after.tensors[fedcola.SINGLE], run.state.tensors[fedcola.SINGLE])

@@ -1,4 +1,4 @@
-"""FedCola against numpy versions written from their equations and released code."""
+"""FedCola and CAR-MFL against numpy versions written from their equations and released code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Task, take
 from fedmq.models.two_tower import BRANCHES
 from fedmq.wire.payloads import Delta, Model
-from protocols import fedcola
+from protocols import carmfl, fedcola
 from tests.small_federation import SmallFederation, population
 
 PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=100, local_epochs=1)
@@ -162,3 +162,104 @@ def test_in_async_mode_fedcolas_three_models_move_by_the_same_fraction() -> None
     wanted = 0.75 * run.state.tensors[fedcola.SINGLE] + 0.25 * after.tensors[fedcola.SINGLE]
     torch.testing.assert_close(mixed.tensors[fedcola.SINGLE], wanted)
     assert not torch.equal(after.tensors[fedcola.SINGLE], run.state.tensors[fedcola.SINGLE])
+
+
+# ------------------------------------------------------------------------------------------------------------ CAR-MFL
+def nearest(z: F64, public: F64, own: F64 | None, theirs: F64, candidates: int) -> list[int]:
+    """``generate_RAG_mapping`` of bhattarailab/CAR-MFL."""
+    distances = np.sqrt(((z[:, None] - public[None]) ** 2).sum(2))
+    if own is None:
+        return [int(row) for row in distances.argmin(1)]
+    chosen = []
+    for i, order in enumerate(np.argsort(distances, axis=1)[:, :candidates]):
+        similarities = []
+        for j in order:
+            union = np.logical_or(own[i], theirs[j]).sum()
+            similarities.append(np.logical_and(own[i], theirs[j]).sum() / union if union else 1.0)
+        chosen.append(int(order[int(np.argmax(similarities))]))
+    return chosen
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_carmfl_retrieves_the_nearest_item_or_of_the_nearest_ones_that_with_the_most_similar_labels(
+    labelled: bool,
+) -> None:
+    generator = np.random.default_rng(3)
+    z, public = generator.normal(size=(40, 6)), generator.normal(size=(25, 6))
+    own, theirs = (generator.integers(0, 2, size=(n, 4)).astype(np.uint8) for n in (40, 25))
+    own[0], theirs[:5] = 0, 0  # nothing in common of nothing counts as the same
+    expected = nearest(z, public, own if labelled else None, theirs, 10)
+    labels = (torch.from_numpy(own), torch.from_numpy(theirs)) if labelled else None
+    assert carmfl.retrieved(torch.from_numpy(z), torch.from_numpy(public), labels, 10).tolist() == expected
+    assert not labelled or expected != nearest(z, public, None, theirs, 10)
+
+
+def test_carmfls_towers_are_weighted_as_in_its_code() -> None:
+    sizes, alpha = np.array([30.0, 11.0, 7.0, 20.0]), 0.3  # paired, images only, captions only, the server
+    norm = sizes / sizes.sum()
+    for lacking in (1, 2):  # the text tower of the image client, and the other way round
+        scaled = norm.copy()
+        scaled[lacking] *= alpha
+        expected = np.exp(scaled) / np.exp(scaled).sum()
+        completed = torch.arange(4) == lacking
+        found = carmfl.tower_weights(torch.from_numpy(sizes), completed, torch.ones(4, dtype=torch.float64), alpha)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+    half = torch.tensor([1.0, 0.5, 0.0, 1.0], dtype=torch.float64)
+    damped = carmfl.tower_weights(torch.from_numpy(sizes), torch.zeros(4, dtype=torch.bool), half, alpha)
+    wanted = np.exp(norm) * half.numpy()
+    np.testing.assert_allclose(damped.numpy(), wanted / wanted.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_carmfl_silo_trains_both_towers_on_its_items_with_the_retrieved_ones(image: bool) -> None:
+    """One step of SGD equals that of a paired silo whose other modality was retrieved by hand."""
+    run = population("carmfl", {"candidates": 1}, kinds=((image, not image), (True, True)), training=PLAIN)
+    silo, method = run.context.silos[0], run.protocol
+    assert isinstance(method, carmfl.CarMfl)
+    own, public = run.shares[0], method.public.dataset
+    run.model.load(run.state.theta)
+    assert public.image is not None and public.text is not None
+    with torch.no_grad():
+        if image:
+            assert own.image is not None
+            z, pool = run.model.image(own.image), run.model.image(public.image)
+        else:
+            assert own.text is not None
+            z = run.model.caption(own.text[torch.arange(len(own)), 0])
+            pool = run.model.caption(public.text[torch.arange(len(public)), 0])
+    chosen = torch.tensor(nearest(z.numpy(), pool.numpy(), None, np.zeros(0), 1))
+    found = method.completed(Local(silo, own, run.model, {}))
+    assert found.silo.paired and found.dataset.image is not None and found.dataset.text is not None
+    if image:
+        assert torch.equal(found.dataset.text[torch.arange(len(own)), 0], public.text[chosen, 0])
+        assert torch.equal(found.dataset.captions, public.captions[chosen])
+    else:
+        assert torch.equal(found.dataset.image, public.image[chosen])
+    update = take(run.train(silo).payloads, Delta)
+    assert update.n_samples == len(own)
+    paired = method.fedavg.train(found, Task(1, 0, 0, 1e-3, method.task(run.state, silo)))
+    assert np.array_equal(take(paired.payloads, Delta).buffer, update.buffer)
+    delta = torch.from_numpy(update.buffer.copy())
+    assert all(delta[run.model.branch(name)].any() for name in ("image", "text"))
+
+
+def test_carmfls_coordinator_is_one_more_silo_with_the_public_pairs() -> None:
+    run = population("carmfl", {"alpha": 0.3}, training=PLAIN)
+    method = run.protocol
+    assert isinstance(method, carmfl.CarMfl)
+    replies = run.replies()
+    after = method.merge(run.state, replies, 0)
+    own = method._trained(run.state.theta, 0)
+    sizes = np.array([*(reply.samples for reply in replies), len(method.public.dataset)], np.float64)
+    buffers = [*(take(reply.payloads, Delta).buffer for reply in replies), own.delta.numpy()]
+    updates = np.stack(buffers).astype(np.float64)
+    wanted = np.zeros(run.model.layout.size)
+    for name, lacking in (("image", 2), ("text", 1)):
+        scaled = sizes / sizes.sum()
+        scaled[lacking] *= 0.3
+        part = run.model.branch(name)
+        wanted[part] = (np.exp(scaled) / np.exp(scaled).sum()) @ updates[:, part]
+    step = (after.state.theta - run.state.theta).double().numpy()
+    np.testing.assert_allclose(step, wanted, rtol=1e-3, atol=3e-8)
+    assert np.abs(wanted).max() > 1e-5
+    assert after.log["server_loss"] == own.loss > 0

@@ -483,7 +483,7 @@ def test_centroids_of_more_samples_than_the_update_are_refused() -> None:
             run.protocol.check(lie.payloads)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["fedmekt", "mfcpl", "creamfl", "moon", "fedprox", "fedcola", "carmfl"])
+@pytest.mark.parametrize("name", ["fedmekt", "mfcpl", "creamfl", "moon", "fedprox", "fedcola", "carmfl", "pmcmfl"])
 def test_in_two_rounds_of_eight_steps_a_rivals_update_differs_from_fedavgs(name: str) -> None:
     """By over 5 % of the movement: below 1 % a comparison measures nothing, and wider embeddings differ less.
 

@@ -320,6 +320,8 @@ REFUSED = [
     ("creamfl_public", {}, DCMH, LABELS, "objective.base"),
     ("carmfl", {}, DCMH, LABELS, "objective.base"),
     ("fedcola", {}, DCMH, LABELS, "objective.base"),
+    ("pmcmfl", {}, DCMH, LABELS, "objective.base"),
+    ("pmcmfl", {}, None, NO_LABELS, "protocol.name"),
     ("plfedcmh", {}, Objective(), LABELS, "objective.base"),
     ("fedcafe", {}, Objective(), LABELS, "objective.base"),
     ("fedcmr", {}, Objective(), LABELS, "objective.base"),

@@ -1,4 +1,4 @@
-"""FedCola and CAR-MFL against numpy versions written from their equations and released code."""
+"""FedCola, CAR-MFL and PmcmFL against numpy versions written from their equations and released code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Task, take
 from fedmq.models.two_tower import BRANCHES
-from fedmq.wire.payloads import Delta, Model
-from protocols import carmfl, fedcola
+from fedmq.wire.payloads import ClassPrototypes, Delta, Model
+from protocols import carmfl, fedcola, pmcmfl
+from protocols.parts import training
 from tests.small_federation import SmallFederation, population
 
 PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=100, local_epochs=1)
@@ -263,3 +264,70 @@ def test_carmfls_coordinator_is_one_more_silo_with_the_public_pairs() -> None:
     np.testing.assert_allclose(step, wanted, rtol=1e-3, atol=3e-8)
     assert np.abs(wanted).max() > 1e-5
     assert after.log["server_loss"] == own.loss > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- PmcmFL
+def cross_entropy(scores: F64) -> float:
+    """Mean cross-entropy of rows whose target is the diagonal."""
+    return float(np.mean(np.log(np.exp(scores).sum(1)) - np.diag(scores)))
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_pmcmfl_silo_steps_on_the_base_loss_with_prototypes_and_on_the_contrast(image: bool) -> None:
+    """Gradients by central differences of the two losses in numpy."""
+    run, rate, weight = population("pmcmfl", {"weight": 0.3}, training=PLAIN), 0.05, 0.3
+    run.round()
+    silo = run.context.silos[1 if image else 2]
+    share, state = run.shares[silo.index], run.state
+    own, lacking = ("image", "text") if image else ("text", "image")
+    prototypes = dict(zip(("image", "text"), state.tensors["class_prototypes"].double().chunk(2), strict=True))
+    known = dict(zip(("image", "text"), state.tensors["class_prototypes_valid"].chunk(2), strict=True))
+    assert share.labels is not None
+    classes = share.labels.int().argmax(1)
+    assert torch.equal(known["image"], known["text"])  # paired silos report both
+    kept = known[own][classes].numpy()
+    of = {name: prototypes[name][classes].numpy()[kept] for name in prototypes}
+    task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(state, silo))
+    generator = training.generator_of(run.context, Local(silo, share, run.model, {}), task, "train")
+    if image:
+        assert share.image is not None
+        x = share.image.double().numpy()[kept]
+    else:
+        assert share.text is not None
+        caption = torch.from_numpy((generator.random(len(share)) * share.captions.numpy()).astype(np.int64))
+        x = share.text[torch.arange(len(share)), caption].double().numpy()[kept]
+    layer = layers(run, state.theta, own)
+
+    def loss() -> float:
+        scores = embed(layer, x) @ of[lacking].T / 0.07
+        base = (cross_entropy(scores) + cross_entropy(scores.T)) / 2
+        return base + weight * cross_entropy(embed(layer, x) @ of[own].T / 0.07)
+
+    slopes = {name: slope(loss, layer[name]) for name in layer}
+    update = take(run.protocol.train(Local(silo, share, run.model, {}), task).payloads, Delta)
+    found = layers(run, torch.from_numpy(update.buffer.copy()), own)
+    largest = max(np.abs(value).max() for value in slopes.values()) * rate
+    assert largest > 1e-3
+    for name, value in slopes.items():
+        np.testing.assert_allclose(found[name], -rate * value, rtol=0, atol=2e-4 * largest, err_msg=name)
+
+
+def test_pmcmfls_contrast_is_that_of_its_code() -> None:
+    generator = np.random.default_rng(5)
+    z, prototypes = generator.normal(size=(7, 5)), generator.normal(size=(7, 5))
+    found = pmcmfl.prototype_contrast(torch.from_numpy(z), torch.from_numpy(prototypes), 0.07)
+    assert float(found) == pytest.approx(cross_entropy(z @ prototypes.T / 0.07), rel=1e-12)
+
+
+def test_pmcmfls_prototypes_are_weighted_by_the_silos_sizes_plus_one() -> None:
+    """``aggregate_local_prototypes``: for each class over the silos that have it."""
+    run = population("pmcmfl")
+    replies = run.replies()
+    after = run.protocol.merge(run.state, replies, 0).state.tensors
+    sent = [(take(reply.payloads, ClassPrototypes), reply.samples) for reply in replies if reply.silo.paired]
+    total = sum((1 + n) * each.prototypes.astype(np.float64) * (each.counts > 0)[:, None] for each, n in sent)
+    weights = sum((1 + n) * (each.counts > 0) for each, n in sent)
+    expected = total / np.maximum(weights, 1)[:, None]
+    np.testing.assert_allclose(after["class_prototypes"].numpy(), expected, rtol=1e-5, atol=1e-7)
+    assert len(sent) == 2 and (weights > 0).any()
+    assert np.array_equal(after["class_prototypes_valid"].numpy(), weights > 0)

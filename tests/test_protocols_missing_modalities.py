@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Task, take
 from fedmq.models.two_tower import BRANCHES
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model
 from protocols import carmfl, fedcola, pmcmfl
 from protocols.parts import training
+from tests.in_process_run import notes, run_restarted
 from tests.small_federation import SmallFederation, population
+from tests.threaded_run import resolved
 
 PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=100, local_epochs=1)
 F64 = np.ndarray
@@ -331,3 +336,38 @@ def test_pmcmfls_prototypes_are_weighted_by_the_silos_sizes_plus_one() -> None:
     np.testing.assert_allclose(after["class_prototypes"].numpy(), expected, rtol=1e-5, atol=1e-7)
     assert len(sent) == 2 and (weights > 0).any()
     assert np.array_equal(after["class_prototypes_valid"].numpy(), weights > 0)
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+@pytest.fixture(scope="module", name="labelled")
+def features_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labelled items, some of them public."""
+    generator, path = np.random.default_rng(7), tmp_path_factory.mktemp("features") / "features.npz"
+    latent = generator.normal(size=(90, 16))
+    image, text = (latent + 0.5 * generator.normal(size=latent.shape) for _ in range(2))
+    image, text = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text))
+    np.savez(path, image=image.astype(np.float32), text=text.astype(np.float32),
+             labels=np.eye(4, dtype=np.uint8)[latent[:, :4].argmax(axis=1)],
+             split=np.array(["train"] * 60 + ["test"] * 20 + ["public"] * 10))  # fmt: skip
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedcola", "carmfl", "pmcmfl"])
+def test_a_run_ends_with_the_same_model_whatever_is_killed_and_its_logs_agree(
+    name: str, tiny: Path, tmp_path: Path, labelled: Path
+) -> None:
+    common = (
+        f"data.path={labelled}", f"protocol={name}", "rounds=3", "silos.count=4", "participation=1.0",
+        "missing_modality={silos: {silo-01: image, silo-02: text}}", "training.batch_size=8", "evaluation.every=1",
+        "compression={updates: {kind: int8}, model: {kind: bfloat16}}",
+    )  # fmt: skip
+    crash = "{kind: crash, silos: [silo-01], rounds: [1], restart: 1}"
+    crashes = f"faults=[{{kind: coordinator_crash, after_event: 9}}, {crash}]"
+    whole, killed = (
+        run_restarted(resolved(tiny, *common, *more), tmp_path / str(len(more))).summary for more in ((), (crashes,))
+    )
+    assert whole is not None and killed is not None
+    assert killed.model_digest == whole.model_digest
+    assert len(notes(tmp_path / "1", LogEvent.RESUMED)) == 1
+    assert not [finding for place in ("0", "1") for finding in audit_run(tmp_path / place).findings]

@@ -25,7 +25,17 @@ import protocols
 from fedmq.config.resolve import load
 from fedmq.config.scenario import ProtocolChoice, Scenario
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import Context, FederatedProtocol, Local, SiloFacts, State, Task, Trained, Update
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Update,
+    take,
+)
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.payloads import Model
 from protocols.fedavg import AnchoredFedAvg
@@ -40,6 +50,7 @@ METHODS = {
     "moon": ["protocol=moon"],
     "creamfl": ["protocol=creamfl"],
     "fedprox": ["protocol=fedprox"],
+    "fedcola": ["protocol=fedcola"],
     "rcsr-p": ["protocol={name: rcsr, personal: router, personal_onset: 0}"],
 }
 
@@ -122,7 +133,7 @@ class Federation:
         """The parameters from which a silo starts its task [P]."""
         if isinstance(self.method, PartialFedAvg):
             return self.method.parameters(local, task.payloads).clone()
-        return self.state.theta.clone()
+        return torch.from_numpy(take(task.payloads, Model).buffer.copy())
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -44,7 +44,7 @@ from fedmq.wire.payloads import (
     Refusal,
     UpdateReport,
 )
-from protocols.parts.missing_branch import completed, layers_of, trainable
+from protocols.parts.missing_branch import completed, layers_of, trainable, updating
 from protocols.parts.robust import robust_replies
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
@@ -93,7 +93,8 @@ def validated(
         uploads = uploads - {Delta} | {UpdateReport}
     traits, context, theta = run_context.traits, run_context.context, None if base is None else base.theta
     layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
-    check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
+    sender, counted = updating(silo, traits), 2 if twice else 1
+    check_reply(message, uploads, context, sender, layers, samples=samples, theta=theta, counted=counted)
     run_context.protocol.check(message.payloads)
     form = run_context.scenario.compression.updates.kind
     for payload in message.payloads:
@@ -124,7 +125,7 @@ def check_reply(
         message: the reply; the update of a silo that lacks a modality has no parameters of that branch.
         uploads: payload kinds that the method expects.
         context: facts shared by the method's coordinator and silo sides.
-        silo: the sender.
+        silo: the sender, with the modalities whose branches its updates cover.
         layers: layers that the method's updates cover; None for the whole model.
         samples: training samples of the silo; None if unknown.
         theta: parameters [P] that the reply is based on; None if not kept.
@@ -256,12 +257,12 @@ def weighted(
     if aggregation.mode != "sync" and aggregation.balance is not None:
         mean = sum(merged[name] for name in eligible) / len(eligible)
         weight = participation_weight(merged[update.silo.name], mean, aggregation.balance)
-    layers = run_context.traits.shared_layers
+    layers, sender = run_context.traits.shared_layers, updating(update.silo, run_context.traits)
     return replace(
         update,
         staleness=age,
         damping=damping(aggregation.staleness, age),
-        payloads=tuple(completed(payload, context.layout, layers, update.silo) for payload in update.payloads),
+        payloads=tuple(completed(payload, context.layout, layers, sender) for payload in update.payloads),
         participation_weight=weight,
         modality_weight=_modality_weight(update, aggregation.single_weight, run_context.traits.unpaired),
         base=states[update.base_version],

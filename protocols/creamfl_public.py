@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from fedmq.config.sections import NonNegative, Positive
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import InputError, RemoteWireError
+from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
     Context,
     FederatedProtocol,
@@ -40,13 +39,14 @@ from fedmq.federation.protocol import (
     Update,
     take,
 )
-from fedmq.models.two_tower import Out, TwoTower
+from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols.creamfl import LAST, contrasts, distillation
 from protocols.local import Alone
 from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
+from protocols.parts.public_items import PublicItems
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
@@ -116,10 +116,7 @@ class CreamFlPublic(FederatedProtocol):
         refuse_other_bases("creamfl_public", context)
         super().__init__(options, context)
         self.alone = Alone(options, context)
-        public = context.public()
-        if public is None:
-            raise InputError("protocol.name", "creamfl_public", "creamfl, as the data set marks no public items")
-        self.public = public
+        self.public = PublicItems.of(context, "creamfl_public", "creamfl")
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
@@ -128,15 +125,9 @@ class CreamFlPublic(FederatedProtocol):
 
     def traits(self) -> Traits:
         """Size of the public set, and of the largest reply that :meth:`check` accepts: both modalities in float32."""
-        largest = 2 * len(self.public) * self.context.dim * np.dtype(np.float32).itemsize
-        return Traits(needs_public=True, public_items=len(self.public), reply_bytes=largest)
-
-    @cached_property
-    def model(self) -> TwoTower:
-        """The global model, which the coordinator trains on the public pairs."""
-        if self.context.build is None:
-            raise ValueError("a coordinator can build its model")
-        return self.context.build()
+        items = len(self.public.dataset)
+        largest = 2 * items * self.context.dim * np.dtype(np.float32).itemsize
+        return Traits(needs_public=True, public_items=items, reply_bytes=largest)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Representations of the public items in the modalities the silo has, and the loss."""
@@ -162,7 +153,7 @@ class CreamFlPublic(FederatedProtocol):
 
     def _public_of(self, local: Local) -> Local:
         """The silo with the public items in place of its own dataset, in its modalities."""
-        public = self.public
+        public = self.public.dataset
         dataset = replace(
             public, image=public.image if local.silo.image else None, text=public.text if local.silo.text else None
         )
@@ -185,7 +176,7 @@ class CreamFlPublic(FederatedProtocol):
                 one would get too much weight and could make the coordinator's training diverge.
         """
         payload = take(payloads, Representations)
-        rows = len(self.public) * (2 if payload.modality == "both" else 1)
+        rows = len(self.public.dataset) * (2 if payload.modality == "both" else 1)
         if payload.values.shape != (rows, self.context.dim):
             raise RemoteWireError("layout", f"representations of shape {payload.values.shape}")
         lengths = prototypes.lengths(payload.values)
@@ -220,13 +211,9 @@ class CreamFlPublic(FederatedProtocol):
         """The representations are recomputed with the model that the coordinator keeps."""
         return replace(after, tensors={**after.tensors, **self._represented(after.theta)})
 
-    def _coordinator(self) -> Local:
-        """The coordinator in the role of a silo that holds the public pairs."""
-        return Local(SiloFacts("coordinator", len(self.context.silos), True, True), self.public, self.model, {})
-
     def _distilled(self, theta: Tensor, targets: Mapping[str, Tensor], round_: int) -> tuple[Tensor, float]:
         """The global model [P] and loss after epochs on the public pairs with distillation of the targets [N, d]."""
-        coordinator, options = self._coordinator(), self.options
+        coordinator, options = self.public.coordinator(), self.options
         task = Task(round_ + 1, round_, round_, options.server_rate, ())
         coordinator.model.load(theta)
         base = coordinator.model.flat.detach().clone()
@@ -246,7 +233,7 @@ class CreamFlPublic(FederatedProtocol):
 
     def _represented(self, theta: Tensor) -> dict[str, Tensor]:
         """A model's representations [N, d] of the public items by modality, using each item's first caption."""
-        coordinator = self._coordinator()
+        coordinator = self.public.coordinator()
         coordinator.model.load(theta)
         embeddings = training.embed_all(coordinator, _first(coordinator), self.context.training.batch_size)
         return {GLOBAL + name: z for name, z in _named(embeddings)}

@@ -51,7 +51,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Metrics, Model, Payload, SiloMetrics
-from protocols.parts.missing_branch import shortened
+from protocols.parts.missing_branch import shortened, updating
 from silos.personal_state import DiskQueue, StateStore
 
 
@@ -124,8 +124,9 @@ class Silo:
             return
         self._persistent, population = persistent, self.population
         self.facts = self.script.facts(population.facts(name), version)
+        trains = updating(self.facts, protocols.traits_of(self.scenario))
         held: tuple[Literal["image", "text"], ...] = (
-            ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
+            ("image", "text") if trains.paired else ("image",) if trains.image else ("text",)
         )
         # Every task and evaluation loads the model that it is sent, or its method's initial or personal parameters.
         self.model = self._shared or population.build_model(self.scenario, self._device, held, initial=False)
@@ -223,7 +224,7 @@ class Silo:
             trained = self.protocol.train(local, task)
         except FieldError as error:
             raise RunError(f"{error}; if training diverged, lower training.learning_rate") from error
-        layout, facts = self.context.layout, self.facts
+        layout, facts = self.context.layout, updating(self.facts, self.protocol.traits())
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
         payloads = tuple(self.transform(payload, task, idle=trained.idle) for payload in sent)

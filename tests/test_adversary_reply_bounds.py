@@ -254,7 +254,8 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     run, items = population("creamfl_public"), 200_000
     layout = types.SimpleNamespace(nbytes=0)
     public = run.protocol.public  # type: ignore[attr-defined]
-    monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, rows=torch.arange(items)))
+    many = dataclasses.replace(public.dataset, rows=torch.arange(items))
+    monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, dataset=many))
     run_context: Any = types.SimpleNamespace(traits=run.protocol.traits(), context=types.SimpleNamespace(layout=layout))
     reply = Representations(np.full((2 * items, DIM), DIM**-0.5, np.float32), "both")
     check(run, reply)

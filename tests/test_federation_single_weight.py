@@ -27,8 +27,8 @@ from tests.threaded_run import resolved
 
 METHODS = {name: protocols.load(name) for name in protocols.names()}
 NAMES = [name for name, kind in METHODS.items() if kind.traits_of(kind.Options()).weighs_single_silos]
-#: It trains the model at the coordinator, on public items, so that no reply has to count for it to change.
-AT_THE_COORDINATOR = {"creamfl_public"}
+#: They train the model at the coordinator, on public items, so that no reply has to count for it to change.
+AT_THE_COORDINATOR = {"carmfl", "creamfl_public"}
 
 
 def weighted(given: Sequence[Update], factor: float) -> list[Update]:

@@ -358,7 +358,7 @@ def test_representations_sent_down_are_those_of_the_partially_mixed_model() -> N
     )
     merged, _ = merged_state(setting, run.state, run.replies(run.eligible[:1]), 0)
     run.model.load(merged.state.theta)
-    said = run.model.image(run.protocol.public.image).detach()  # type: ignore[attr-defined]
+    said = run.model.image(run.protocol.public.dataset.image).detach()  # type: ignore[attr-defined]
     torch.testing.assert_close(merged.state.tensors["public_image"], said)
     whole = run.protocol.merge(run.state, run.replies(run.eligible[:1]), 0).state
     assert not torch.allclose(whole.tensors["public_image"], said)
@@ -483,7 +483,7 @@ def test_centroids_of_more_samples_than_the_update_are_refused() -> None:
             run.protocol.check(lie.payloads)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["fedmekt", "mfcpl", "creamfl", "moon", "fedprox"])
+@pytest.mark.parametrize("name", ["fedmekt", "mfcpl", "creamfl", "moon", "fedprox", "fedcola", "carmfl", "pmcmfl"])
 def test_in_two_rounds_of_eight_steps_a_rivals_update_differs_from_fedavgs(name: str) -> None:
     """By over 5 % of the movement: below 1 % a comparison measures nothing, and wider embeddings differ less.
 

@@ -218,7 +218,7 @@ def test_fedproto_weights_prototypes_by_samples_or_uniformly(weighting: str) -> 
 
 def test_public_representations_are_scored_against_the_other_modality() -> None:
     run = plain("creamfl_public", kinds=PAIRED[:2])
-    items, generator = len(run.protocol.public), torch.Generator().manual_seed(0)  # type: ignore[attr-defined]
+    items, generator = len(run.protocol.public.dataset), torch.Generator().manual_seed(0)  # type: ignore[attr-defined]
     # Sent as float16; the scale makes scores differ clearly, which products of unit vectors do not.
     given = normalize(torch.randn(2, 2 * items, DIM, generator=generator), dim=2).half()
     shared = 20 * normalize(torch.randn(2, items, DIM, generator=generator), dim=2)

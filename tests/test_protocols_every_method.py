@@ -22,13 +22,13 @@ import protocols
 from coordinator.updates import check_reply
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Local, State, Task, Update
+from fedmq.federation.protocol import Local, SiloFacts, State, Task, Update
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols import objectives
 from protocols.parts.aggregation import inserted
-from protocols.parts.missing_branch import completed, shortened
+from protocols.parts.missing_branch import completed, shortened, updating
 from protocols.parts.personal_model import OWN
 from tests.replies import payload_of
 from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states, mixed, population
@@ -113,7 +113,12 @@ def sends(run: SmallFederation, update: Delta | PartialDelta | None, modality: s
 
 def on_the_way(run: SmallFederation, reply: Update) -> tuple[Payload, ...]:
     """A reply's payloads as sent over the wire."""
-    return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
+    return tuple(shortened(payload, run.model.layout, sender(run, reply)) for payload in reply.payloads)
+
+
+def sender(run: SmallFederation, reply: Update) -> SiloFacts:
+    """A reply's silo with the modalities whose branches it trains."""
+    return updating(reply.silo, run.protocol.traits())
 
 
 def assert_reply(run: SmallFederation, reply: Update) -> None:
@@ -122,22 +127,22 @@ def assert_reply(run: SmallFederation, reply: Update) -> None:
     assert len(kinds) == len(set(kinds)) and frozenset(kinds) == run.protocol.uploads(reply.silo)
     for modality in ("image", "text"):
         part = change[run.model.branch(modality)]
-        if not getattr(reply.silo, modality):
+        if not getattr(sender(run, reply), modality):
             assert not part.any()
         elif reply.silo.paired:
             assert part.any() or not sends(run, update, modality)
     torch.save(dict(run.personal[reply.silo.index]), io.BytesIO())
     sent = on_the_way(run, reply)
     short = update_of(sent)
-    if isinstance(short, PartialDelta) and not reply.silo.paired:
+    if isinstance(short, PartialDelta) and not sender(run, reply).paired:
         absent = "visual." if reply.silo.text else "text."
         assert not [layer for layer in short.names if layer.startswith(absent)]
         assert short.buffer.size == run.model.layout.part(short.names).size
     else:
-        assert reply.silo.paired or update is None
+        assert sender(run, reply).paired or update is None
     shared = run.protocol.traits().shared_layers
     for one, payload in zip(reply.payloads, sent, strict=True):
-        other = completed(payload, run.model.layout, shared, reply.silo)
+        other = completed(payload, run.model.layout, shared, sender(run, reply))
         assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
         assert all(np.array_equal(value, vars(other)[key]) for key, value in vars(one).items())
 
@@ -255,7 +260,7 @@ def check(run: SmallFederation, reply: Update, sent: tuple[Payload, ...], sample
         reply_to=1, base_version=1,
     )  # fmt: skip
     uploads, shared = run.protocol.uploads(reply.silo), run.protocol.traits().shared_layers
-    check_reply(Message(header, sent), uploads, run.context, reply.silo, shared, samples=samples)
+    check_reply(Message(header, sent), uploads, run.context, sender(run, reply), shared, samples=samples)
     run.protocol.check(sent)
 
 
@@ -313,6 +318,10 @@ REFUSED = [
     ("rcsr", {}, DCMH, LABELS, "objective.base"),
     ("fedbridge", {}, DCMH, LABELS, "objective.base"),
     ("creamfl_public", {}, DCMH, LABELS, "objective.base"),
+    ("carmfl", {}, DCMH, LABELS, "objective.base"),
+    ("fedcola", {}, DCMH, LABELS, "objective.base"),
+    ("pmcmfl", {}, DCMH, LABELS, "objective.base"),
+    ("pmcmfl", {}, None, NO_LABELS, "protocol.name"),
     ("plfedcmh", {}, Objective(), LABELS, "objective.base"),
     ("fedcafe", {}, Objective(), LABELS, "objective.base"),
     ("fedcmr", {}, Objective(), LABELS, "objective.base"),

@@ -400,7 +400,7 @@ def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(imag
     after = run.protocol.train(Local(silo, run.shares[0], run.model, dict(before)), task).state
     sent = torch.from_numpy(take(task.payloads, Representations).values.astype(np.float32)).chunk(2)
     shared = dict(zip(("image", "text"), sent, strict=True))
-    public = replace(run.protocol._coordinator(), silo=silo, model=run.model)  # type: ignore[attr-defined]
+    public = replace(run.protocol.public.coordinator(), silo=silo, model=run.model)  # type: ignore[attr-defined]
     generator = training.generator_of(run.context, public, task, "train")
     counts = public.dataset.captions.numpy()
     caption = None if image else (generator.random(len(counts)) * counts).astype(np.int64)
@@ -426,7 +426,7 @@ def test_creamfls_coordinator_steps_on_the_public_pairs_and_the_distillation() -
     after = run.protocol.merge(run.state, replies, 0).state.theta
     # Of one silo the ensemble is what it sent.
     sent = torch.from_numpy(take(replies[0].payloads, Representations).values.astype(np.float32)).chunk(2)
-    own = run.protocol._coordinator()  # type: ignore[attr-defined]
+    own = run.protocol.public.coordinator()  # type: ignore[attr-defined]
     generator = training.generator_of(run.context, own, Task(1, 0, 0, rate, ()), "train")
     counts = own.dataset.captions.numpy()
     caption = (generator.random(len(counts)) * counts).astype(np.int64)

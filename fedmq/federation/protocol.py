@@ -284,6 +284,7 @@ class Traits:
             ``aggregation.single_weight`` applies.
         adds_sum: merges add a weighted sum of the updates, whose weights depend on statistics alone
             (:meth:`FederatedProtocol.weigh`), so that ``privacy.secure_aggregation`` applies.
+        completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
     """
 
     pooled: bool = False
@@ -300,6 +301,7 @@ class Traits:
     unpaired: Literal["ignored", "anchored"] = "ignored"
     weighs_single_silos: bool = True
     adds_sum: bool = False
+    completes_items: bool = False
 
 
 @dataclass(frozen=True)
@@ -466,6 +468,7 @@ def check_traits(name: str, method: FederatedProtocol, options: Any, context: Co
         ("needs_public", traits.needs_public, before.needs_public),
         ("unpaired", traits.unpaired, before.unpaired),
         ("model_per_silo", traits.model_per_silo, before.model_per_silo),
+        ("completes_items", traits.completes_items, before.completes_items),
     ):
         if at_run != from_options:
             raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")

@@ -48,7 +48,7 @@ from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Kind
 from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.tcp import unknown_host
-from protocols.parts.missing_branch import shortened
+from protocols.parts.missing_branch import shortened, updating
 from silos.tasks import Silo, SiloArguments
 
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
@@ -307,7 +307,8 @@ class FirstStep:
 
 def sent_payloads(silo: Silo, trained: Trained) -> tuple[Payload, ...]:
     """The payloads of a reply without what the silo's modalities leave out."""
-    return tuple(shortened(payload, silo.context.layout, silo.facts) for payload in trained.payloads)
+    sender = updating(silo.facts, silo.protocol.traits())
+    return tuple(shortened(payload, silo.context.layout, sender) for payload in trained.payloads)
 
 
 def _training_step(starting: Starting) -> list[Outcome]:

@@ -1,16 +1,18 @@
 """Shorten updates of single-modality silos by the branch that they have no data for.
 
 Nothing trains that branch, so its change is exactly zero and is not sent: the silo uploads a partial delta of the
-layers it trains, and the coordinator, which knows the silo's modalities, restores the zeros.
+layers it trains, and the coordinator, which knows the silo's modalities, restores the zeros. Methods that complete the
+silo's items with public ones train both branches, and nothing is left out (``Traits.completes_items``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.protocol import SiloFacts, Traits
 from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import BRANCHES
 from fedmq.wire.layout import Layout
@@ -26,6 +28,11 @@ def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
         layers: the method's shared layers; None if it shares all.
     """
     return tuple(layout.by_name) if layers is None else tuple(layers)
+
+
+def updating(silo: SiloFacts, traits: Traits) -> SiloFacts:
+    """The silo with the modalities whose branches it trains, and its updates cover; for the other functions here."""
+    return replace(silo, image=True, text=True) if traits.completes_items else silo
 
 
 def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:

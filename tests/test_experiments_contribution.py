@@ -152,6 +152,7 @@ def test_shapley_values_are_those_of_the_glove_game_and_sum_to_the_gain_of_all()
     assert (found[0].shapley.low, found[0].shapley.high) == pytest.approx((1 / 6 - half, 1 / 6 + half), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_silo_is_left_out_once_and_shared_groups_are_run_once(
     tiny: Path, whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

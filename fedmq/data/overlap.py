@@ -58,7 +58,7 @@ class SplitDigests(Stored):
 class OverlapFile(Stored):
     """The file that a site writes: keyed digests of its contents, without their order and their items."""
 
-    format: Literal[1] = 1  # format of the file
+    format: Literal[1]  # format of the file
     site: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     key: Keyed  # digest of nothing, equal in files that were made with the same key
     splits: dict[Split, SplitDigests]
@@ -162,6 +162,7 @@ def digests_of(
             part.captions.setdefault(_keyed(key, b"caption", caption), name)
     made = OverlapFile.model_validate(
         {
+            "format": 1,
             "site": site,
             "key": _keyed(key, b"key", b""),
             "splits": {

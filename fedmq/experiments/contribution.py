@@ -229,7 +229,7 @@ def _value(run: FinishedRun, metric: str) -> float:
 # ------------------------------------------------------------------------------------------------- tables and plots
 def _grid(found: Sequence[Worth], metric: str, notes: Sequence[str]) -> Grid:
     """A row for each silo, the one that was worth most first."""
-    head = ["", "items", "merges", f"{metric} without it", "contribution"]
+    head = ["", "items", "merges", "without it", "contribution"]
     head += ["Shapley value"] if any(each.shapley for each in found) else []
     body = []
     for each in _ordered(found, metric):
@@ -259,8 +259,8 @@ def _notes(scenario: Scenario, values: tuple[float, float], metric: str, orders:
     whole, start = (number(value, value) for value in values)
     notes = [
         f"{metric} {whole} with all {len(scenario.silo_names)} silos, {start} untrained",
-        f"contribution: that with all silos minus that without the silo, exact for seed {scenario.seed}; "
-        "another seed gives other values",
+        f"without it: {metric} of the run without the silo; contribution: that with all silos minus that, exact for "
+        f"seed {scenario.seed}, with other values for other seeds",
     ]
     if orders:
         interval = ", with a 95 % t-interval over orders" if orders > 1 else ""

@@ -211,7 +211,7 @@ class ForgottenRun(Stored):
 class Forgotten(Stored):
     """``model/forgotten.json``: the model of a run from which silos were left out, and that of the run with them."""
 
-    format: Literal[1] = 1  # format of the file
+    format: Literal[1]  # format of the file
     silos: dict[str, ForgottenSilo]  # the silos that were left out
     before: ForgottenRun  # the run with them
     after: ForgottenRun  # the run without them, whose model this is
@@ -234,6 +234,7 @@ def forget(before: RunFolder, after: RunFolder, ids: tuple[str, str], silos: Seq
     if present := sorted(set(silos) & without.per_silo.keys()):
         raise InputError(str(after.root), f"a run with {present[0]}", "a run without it")
     made = Forgotten(
+        format=1,
         silos={
             name: ForgottenSilo(samples=silo.samples, merges=silo.participations)
             for name, silo in with_them.per_silo.items()

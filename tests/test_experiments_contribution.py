@@ -6,10 +6,12 @@ import csv
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fedmq.config.scenario import Scenario
 from fedmq.experiments import contribution
 from fedmq.federation.population import build_population
 from fedmq.runs.release import FORGOTTEN
@@ -20,6 +22,8 @@ from fedmq.wire.keys import init_keys
 from tests import in_process_run
 from tests.command_line import completed, printed, refused
 from tests.in_process_jobs import run_jobs_here
+from tests.own_data_sites import COMMON, HOSPITALS, arrays, of_hospital
+from tests.own_data_threads import OwnRun
 from tests.threaded_run import resolved
 
 GONE = "silo-01"
@@ -109,6 +113,22 @@ def test_an_interrupted_forget_continues_and_nothing_of_the_silo_is_in_the_model
         tiny, tmp_path / "other", *settings, f"silos.without=[{GONE}]", f"data.path={tmp_path / 'others.npz'}"
     )
     assert digest(target) == digest(other.root)
+
+
+@pytest.mark.slow
+def test_sites_with_their_own_data_train_the_same_model_without_one_of_them(tmp_path: Path) -> None:
+    """As a simulation with the same items in one file."""
+    silos = {"silos": {"count": 3, "without": [GONE]}}
+    held = {name: of_hospital(arrays(), HOSPITALS[at]) for name, at in (("silo-00", 0), ("silo-02", 2))}
+    run = OwnRun(tmp_path, silos, data={**held})
+    run.start(*held)
+    assert run.coordinate().summary is not None
+    found: dict[str, Any] = {**arrays()}
+    np.savez(tmp_path / "all.npz", **found)
+    data = {"name": "features", "path": str(tmp_path / "all.npz")}
+    raw = {"name": "column", **COMMON, **silos, "data": data, "partition": {"kind": "column", "column": "hospital"}}
+    assert in_process_run.run(Scenario.model_validate(raw), tmp_path / "together").summary is not None
+    assert digest(run.folder.root) == digest(tmp_path / "together")
 
 
 def test_forgetting_refuses_by_name_what_cannot_be_exact(whole: RunFolder, tiny: Path, tmp_path: Path) -> None:

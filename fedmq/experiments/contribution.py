@@ -103,7 +103,9 @@ def planned(
         name = f"without {enumerated(left_out)}" if len(left_out) == 1 else f"only {enumerated(sorted(group))}"
         settings = settings_without(whole.scenario, left_out, processes=place.processes)
         try:
-            run = run_of(Entry(name, name, (), file, settings), (), whole.scenario.seed, place)
+            run = run_of(
+                Entry(name, name, (), file, (*settings, "privacy.capture=false")), (), whole.scenario.seed, place
+            )
             if not run.done:
                 check(run.resolved)
             runs[group] = run

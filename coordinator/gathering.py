@@ -78,7 +78,7 @@ def gathered(
                 missing=missing,
                 refused=(dict(roster.refused), roster.refusal),
                 refused_ago=roster.refused_ago,
-                online=scenario.silos.count - len(missing),
+                online=len(scenario.silo_names) - len(missing),
                 lost=0,
                 loss=None,
                 metrics={},

@@ -142,7 +142,7 @@ def run_coordinator(
             roster = InProcessPeers(peers(population), run.id, log, clock, folder)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
-        log.logger.info("listening", uri=roster.uri, silos=scenario.silos.count)
+        log.logger.info("listening", uri=roster.uri, silos=len(scenario.silo_names))
         listening(roster.uri)
         if isinstance(roster, Roster) and isinstance(admission, OwnDataAdmission):
             data = gathered(roster, admission, scenario, folder, log, status, stop_wanted)
@@ -222,7 +222,7 @@ def allow_descriptors(connections: int, bind: str) -> None:
 
 def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: AcceptedKeys, max_body: int) -> Listener:
     """Listen for silos; frames up to twice the largest body are read, so that their refusal is logged by name."""
-    peers = arguments.scenario.silos.count + 1  # with the evaluator
+    peers = len(arguments.scenario.silo_names) + 1  # with the evaluator
     allow_descriptors(math.ceil(peers / arguments.silos_per_connection), arguments.bind)
     keys = ListenerKeys(identity.key.public_key(), accepted)
     queue = QUEUE * arguments.silos_per_connection

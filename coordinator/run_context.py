@@ -248,8 +248,8 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
     context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     ways = scenario.compression.model, scenario.compression.updates
     down, up = (updates.nominal_bytes(model.layout, options) for options in ways)
-    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, down, up)
-    trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
+    cost = CostModel(scenario.cost, scenario.seed, scenario.all_silo_names, scenario.training.local_epochs, down, up)
+    trace = trace_of(scenario.participation, scenario.seed, scenario.all_silo_names)
     path = scenario.participation.trace
     digests = data.digest, "" if path is None else file_digest(path)
     method = protocols.create(scenario.protocol, context)

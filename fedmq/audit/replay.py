@@ -89,7 +89,19 @@ class Difference:
 
 
 def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
-    """Refuse a run that cannot be repeated exactly.
+    """Refuse a run whose messages cannot be repeated exactly.
+
+    Raises:
+        InputError: its model cannot be repeated either, or it has secure sums.
+    """
+    require_repeatable_model(scenario, folder)
+    if scenario.privacy.secure_aggregation is not None:
+        allowed = "null: a replay has other keys, and so other masks"
+        raise InputError(f"{folder.scenario}: privacy.secure_aggregation", "a secure sum", allowed)
+
+
+def require_repeatable_model(scenario: Scenario, folder: RunFolder) -> None:
+    """Refuse a run whose model cannot be repeated exactly.
 
     Raises:
         InputError: its clock is real time, its noise is derived from keys, or it depends on when silos joined.
@@ -99,9 +111,6 @@ def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
     if scenario.data is None and scenario.participation.minimum is not None:
         place, allowed = f"{folder.scenario}: participation.minimum", "null: this run depends on when silos joined"
         raise InputError(place, scenario.participation.minimum, allowed)
-    if scenario.privacy.secure_aggregation is not None:
-        allowed = "null: a replay has other keys, and so other masks"
-        raise InputError(f"{folder.scenario}: privacy.secure_aggregation", "a secure sum", allowed)
     if scenario.privacy.noise_from == "key":
         allowed = "seed: a replay has new keys, and so different noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)

@@ -1,9 +1,9 @@
-"""``fedmq data``: list data sets, check one, and extract its frozen features."""
+"""``fedmq data``: list data sets, check one, extract its frozen features, and find what two sites have."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +16,12 @@ from fedmq.cli.options import AsJson, Device, File, Seed, Settings, SiteFile, ch
 from fedmq.cli.scenarios import resolved_file
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import open_run
-from fedmq.text import print_json, print_line, printable
+from fedmq.text import counted, print_json, print_line, printable
 
 if TYPE_CHECKING:
     from fedmq.config.resolve import ResolvedRun
     from fedmq.config.scenario import Scenario
+    from fedmq.data.overlap import Overlap
     from fedmq.launch.data_check import DataFacts, SiloData
     from fedmq.runs.data_records import AgreementRecord
 
@@ -33,6 +34,9 @@ data_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
+
+
+_LEAST_KEY = 32  # characters of a shared secret, which must not be guessed
 
 
 @data_app.command("list")
@@ -196,9 +200,22 @@ def show_data(facts: DataFacts) -> None:
     for problem in facts.problems:
         print_line(printable(problem))
     if facts.silos:
+        _show_overlaps(facts.overlap or ())
         _show_silos(facts.silos, facts.labels)
     elif facts.silos is None and facts.usable:
         out.print("fedmq data features FILE extracts the features; then this command shows the data of each silo")
+
+
+def _show_overlaps(found: Sequence[Overlap]) -> None:
+    """Print the images and captions that two sites have, or two splits."""
+    rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
+    line = f"{counted(len(found), 'pair')} of splits of the silos share images or captions"
+    print_line(f"{line}{rest}{':' if found else ''}")
+    for each in found[:SHOWN]:
+        counts = ((each.images, "image"), (each.captions, "caption"))
+        shared = " and ".join(counted(count, what) for count, what in counts if count)
+        spoiled = "; figures measured on these held-out items are too high" if each.spoils else ""
+        print_line(f"  {' '.join(each.one)}, {' '.join(each.other)}: {shared}{spoiled}")
 
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
@@ -237,6 +254,78 @@ def data_features(
     scenario = resolved_file(file, settings, seed).scenario
     with continued_by_repeating():
         _extract(scenario, device, as_json=as_json)
+
+
+@data_app.command("fingerprint")
+def data_fingerprint(
+    site: Annotated[Path, typer.Argument(metavar="SITE", help="The site file (YAML).", show_default=False)],
+    key: Annotated[
+        Path, typer.Option("--key", metavar="FILE", help="File with the secret that the sites share, in one line.")
+    ],
+    out_file: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The file to send; NAME.overlap.json by default.")
+    ] = None,
+) -> None:
+    """Write keyed digests of a site's images and captions, for a comparison with those of other sites.
+
+    A second file, with the ending .names, names an item for each digest and stays at the site. docs/howto/overlap.md
+    says what the digests reveal.
+
+    Example: [bold]fedmq data fingerprint silo.yaml --key overlap.key[/bold]
+    """
+    from fedmq.config.site import read_site  # noqa: PLC0415 - --help does without
+    from fedmq.data.overlap import digests_of  # noqa: PLC0415
+    from fedmq.storage.run_folder import write_json  # noqa: PLC0415
+    from fedmq.wire.keys import passphrase_in  # noqa: PLC0415
+
+    here, secret = read_site(site), passphrase_in(key)
+    if here.data is None or here.name is None:
+        raise InputError(here.place("data" if here.data is None else "name"), "nothing", "the site's data and name")
+    if len(secret) < _LEAST_KEY:
+        allowed = f"at least {_LEAST_KEY}, e.g. from `openssl rand -hex 32`"
+        raise InputError(str(key), f"a secret of {len(secret)} characters", allowed)
+    with continued_by_repeating():
+        image, text = here.has("image"), here.has("text")
+        made, names = digests_of(here.data, here.name, secret, image=image, text=text, progress=bar())
+    path = out_file or Path(f"{here.name}.overlap.json")
+    write_json(path, made.plain())
+    write_json(path.with_suffix(".names"), names)
+    for split, each in made.splits.items():
+        print_line(f"{split}: {counted(len(each.images), 'image')}, {counted(len(each.captions), 'caption')}")
+    print_line(f"{path}: may be sent to whoever compares; {path.with_suffix('.names')} stays here")
+
+
+@data_app.command("overlap")
+def data_overlap(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A file of each site.", show_default=False)],
+    names: Annotated[
+        Path | None,
+        typer.Option("--names", metavar="FILE", help="Also list the shared items of this file's site."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count the images and captions that two sites have, or one site's training and another's held-out items.
+
+    Example: [bold]fedmq data overlap silo-00.overlap.json silo-01.overlap.json[/bold]
+    """
+    from dataclasses import asdict  # noqa: PLC0415
+
+    from fedmq.data.overlap import OverlapFile, OverlapNames, joined, overlaps, shared_items  # noqa: PLC0415
+    from fedmq.storage.json_files import read_json  # noqa: PLC0415
+
+    read = [(str(path), read_json(path, OverlapFile, "a file of fedmq data fingerprint")) for path in files]
+    held = joined(read)
+    found = overlaps(held)
+    items = [] if names is None else shared_items(held, read_json(names, OverlapNames, "a file of names").root)
+    if as_json:
+        print_json({"overlap": [asdict(each) for each in found], "items": items})
+        return
+    _show_overlaps(found)
+    if items:
+        rest = f" (the first {SHOWN}; --json has all)" if len(items) > SHOWN else ""
+        print_line(f"{counted(len(items), 'item')} of {names} with shared contents{rest}:")
+        for name in items[:SHOWN]:
+            print_line(f"  {printable(name)}")
 
 
 def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:

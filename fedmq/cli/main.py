@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from fedmq.cli import audit, compare, init, operate, reference, report, run, search, tune
+from fedmq.cli import audit, compare, contribution, init, operate, reference, report, run, search, tune
 from fedmq.cli.console import BAD_INPUT, print_anything
 from fedmq.cli.data import data_app
 from fedmq.cli.keys import keys_app, sign_command, verify_command
@@ -107,6 +107,7 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
     "Audit and look": {
         "audit": audit.audit_command,
         "replay": operate.replay_command,
+        "forget": contribution.forget_command,
         "sign": sign_command,
         "verify": verify_command,
         "curves": search.curves_command,
@@ -118,6 +119,7 @@ _COMMANDS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "compare": compare.compare_command,
         "sweep": compare.sweep_command,
         "tune": tune.tune_command,
+        "contribution": contribution.contribution_command,
     },
 }
 

@@ -185,7 +185,7 @@ def display(
         return
     if scenario.faults and scenario.clock == "wall":
         console.print("wall clock: the faults are real, but this run cannot be replayed")
-    title = f"{scenario.name} ({scenario.protocol.label}, {scenario.silos.count} silos, seed {scenario.seed})"
+    title = f"{scenario.name} ({scenario.protocol.label}, {len(scenario.silo_names)} silos, seed {scenario.seed})"
     first: list[tuple[int, float]] = []
     if not is_live(console):
         show(title)

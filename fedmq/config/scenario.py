@@ -381,13 +381,14 @@ class Scenario(Part):
     def _consistent(self) -> Scenario:
         self._check_data()
         silos = {
+            "silos.without": self.silos.without,
             "missing_modality.silos": self.missing_modality.silos,
             "faults": named_silos(self.faults),
             "cost.classes": [silo for machines in self.cost.classes.values() for silo in machines.silos],
         }
         for place, named in silos.items():
-            if unknown := sorted(set(named) - set(self.silo_names)):
-                known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
+            if unknown := sorted(set(named) - set(self.all_silo_names)):
+                known = f"{self.all_silo_names[0]} to {self.all_silo_names[-1]}"
                 raise ValueError(f"{place} names {unknown[0]}, silos are {known}")
         if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
             hidden = f"found faults of kind {kinds[0]}, which recognise messages by their names"
@@ -407,13 +408,15 @@ class Scenario(Part):
             )
         if not self.training.rate_at(self.rounds - 1, self.schedule_rounds) > 0:
             raise ValueError("the last round has learning rate 0: raise training.decay_to or training.step_factor")
-        robust, count, minimum = self.aggregation.robust, self.silos.count, self.participation.minimum
+        robust, count, minimum = self.aggregation.robust, len(self.silo_names), self.participation.minimum
+        if not count:
+            raise ValueError("silos.without names all silos: leave at least one")
+        number = f"silos.count ({count})" if not self.silos.without else f"the number of silos that take part ({count})"
         if minimum is not None and minimum > count:
-            raise ValueError(f"participation.minimum ({minimum}) must be at most silos.count ({count})")
+            raise ValueError(f"participation.minimum ({minimum}) must be at most {number}")
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
             raise ValueError(
-                f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
-                "replies"
+                f"aggregation.robust.keep ({robust.keep}) must be below {number}: krum would keep all replies"
             )
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
@@ -476,9 +479,15 @@ class Scenario(Part):
         return self.training.schedule_rounds or self.rounds
 
     @property
-    def silo_names(self) -> tuple[str, ...]:
+    def all_silo_names(self) -> tuple[str, ...]:
         """``silo-00``, ``silo-01``, ... with as many digits as needed, at least two."""
         return silo_names(self.silos.count)
+
+    @property
+    def silo_names(self) -> tuple[str, ...]:
+        """The silos that take part: all but ``silos.without``."""
+        without = self.silos.without
+        return tuple(name for name in self.all_silo_names if name not in without) if without else self.all_silo_names
 
     @property
     def slots(self) -> int:

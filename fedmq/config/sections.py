@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 #: Numbers as YAML has them, not true or false and not texts.
 Whole = Annotated[int, Field(strict=True)]
@@ -356,6 +356,18 @@ class Silos(Part):
         ),
     )
     needs: Needs = Needs()
+    without: tuple[Name, ...] = Field(
+        (),
+        # Not part of the id of a run without such silos.
+        exclude_if=lambda names: not names,
+        description="silos that take no part; the others keep their data, names and random draws, see "
+        "docs/howto/forget.md",
+    )
+
+    @field_validator("without")
+    @classmethod
+    def _in_one_order(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted(set(given)))
 
 
 @functools.lru_cache

@@ -64,38 +64,37 @@ def _dots(rows: Sequence[Row], column: str) -> Figure:
     """Paired differences to the baseline with their intervals and a zero line; without intervals, each run's value."""
     found = [(row, row.columns[column]) for row in rows]
     known = [(row, each) for row, each in found if math.isfinite(each.high - each.low)]
-    names = [row.entry.name for row, _ in known] or [row.entry.name for row in rows]
-    height = 26 * len(names) + 120
     if known:
         bases = ", ".join(dict.fromkeys(row.against for row, _ in known if row.against))
         note = "Mean paired difference over common seeds, with its 95 % t-interval; one that covers 0 is no evidence."
-        figure = Figure(f"{column}: difference to {bases}", f"difference of {column}", "", height, note)
-        figure.draw(
-            "scatter",
-            mode="markers",
-            x=[each.difference for _, each in known],
-            y=names,
-            marker={"size": 9},
-            error_x={"array": [each.high - each.difference for _, each in known]},
-            showlegend=False,
-        )
-        figure.layout["shapes"] = [
-            {
-                "type": "line",
-                "x0": 0,
-                "x1": 0,
-                "yref": "paper",
-                "y0": 0,
-                "y1": 1,
-                "line": {"color": "#9aa7b4", "width": 2},
-            }
-        ]
-    else:
-        note = "A dot for each run. Differences with intervals need a baseline and two seeds."
-        figure = Figure(f"{column} of each run", column, "", height, note)
-        runs = [(row.entry.name, run.value(column)) for row in rows for run in row.outcomes.values()]
-        figure.draw("scatter", mode="markers", x=[value for _, value in runs], y=[name for name, _ in runs])
-    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "dtick": 1}
+        names, middles = [row.entry.name for row, _ in known], [each.difference for _, each in known]
+        errors = [each.high - each.difference for _, each in known]
+        title = f"{column}: difference to {bases}"
+        return differences(title, f"difference of {column}", names, middles, errors, note)
+    note = "A dot for each run. Differences with intervals need a baseline and two seeds."
+    figure = _by_name(f"{column} of each run", column, [row.entry.name for row in rows], note)
+    runs = [(row.entry.name, run.value(column)) for row in rows for run in row.outcomes.values()]
+    figure.draw("scatter", mode="markers", x=[value for _, value in runs], y=[name for name, _ in runs])
+    return figure
+
+
+def differences(
+    title: str, x: str, names: Sequence[str], middles: Sequence[float], errors: Sequence[float] | None, note: str
+) -> Figure:
+    """A dot for each name, from top to bottom, with half of its interval if ``errors`` are given, and a zero line."""
+    figure = _by_name(title, x, names, note)
+    bars = {} if errors is None else {"error_x": {"array": list(errors)}}
+    dots = {"x": list(middles), "y": list(names), "marker": {"size": 9}, **bars}
+    figure.draw("scatter", mode="markers", showlegend=False, **dots)
+    line = {"color": "#9aa7b4", "width": 2}
+    figure.layout["shapes"] = [{"type": "line", "x0": 0, "x1": 0, "yref": "paper", "y0": 0, "y1": 1, "line": line}]
+    return figure
+
+
+def _by_name(title: str, x: str, names: Sequence[str], note: str) -> Figure:
+    """An empty figure with a line for each name, the first one at the top."""
+    figure = Figure(title, x, "", 26 * len(names) + 120, note)
+    figure.y |= {"type": "category", "categoryorder": "array", "categoryarray": list(names)[::-1], "dtick": 1}
     figure.y["range"] = [-0.5, len(names) - 0.5]
     return figure
 

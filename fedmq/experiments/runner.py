@@ -249,7 +249,7 @@ def carry_out(
             if (settings := choice.chosen[entry.name]) is not None
             for seed in plan.seeds
         }
-        second = _do(runs.values(), place, lambda progress: report("runs", progress), stop_wanted)
+        second = execute(runs.values(), place, lambda progress: report("runs", progress), stop_wanted)
         choice = replace(choice, errors={**choice.errors, **second.errors})
         return Comparison((), choice.errors, True) if second.stopped else _collected(choice, runs, yardsticks)
 
@@ -276,7 +276,7 @@ def _choose_all(
     while True:
         new = {which: run for which, run in trials_of(plan, place).items() if which not in trials}
         trials |= new
-        ended = _do(new.values(), place, report, stop_wanted)
+        ended = execute(new.values(), place, report, stop_wanted)
         errors |= ended.errors
         if ended.stopped:
             return _Choice(plan, trials, {}, errors, stopped=True)
@@ -333,7 +333,7 @@ def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Setting
     }
 
 
-def _do(
+def execute(
     runs: Iterable[Run],
     place: Workplace,
     report: Callable[[jobs.JobProgress], None],

@@ -48,7 +48,7 @@ class Grid:
     notes: tuple[str, ...]
 
 
-def _number(value: float, like: float, *, sign: bool = False) -> str:
+def number(value: float, like: float, *, sign: bool = False) -> str:
     """Format a number with a precision that fits the magnitude of ``like``; a dash for NaN."""
     if math.isnan(value):
         return "-"
@@ -58,9 +58,9 @@ def _number(value: float, like: float, *, sign: bool = False) -> str:
 
 def _mean(statistic: Statistic, seeds: int) -> str:
     """``0.2446 ± 0.0031``; with a count if some seeds have no value."""
-    text = _number(statistic.mean, statistic.mean)
+    text = number(statistic.mean, statistic.mean)
     if statistic.n > 1:
-        text += f" ± {_number(statistic.std, statistic.mean)}"
+        text += f" ± {number(statistic.std, statistic.mean)}"
     return text if statistic.n in (0, seeds) else f"{text} ({statistic.n} of {seeds} seeds)"
 
 
@@ -71,7 +71,7 @@ def difference_text(statistic: Statistic) -> str:
     their number follows.
     """
     values = (statistic.difference, statistic.low, statistic.high)
-    middle, low, high = (_number(value, statistic.mean, sign=True) for value in values)
+    middle, low, high = (number(value, statistic.mean, sign=True) for value in values)
     text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]{'*' * (statistic.holm < LEVEL)}"
     return text if statistic.pairs in (0, statistic.n) else f"{text} ({statistic.pairs} of {statistic.n} seeds)"
 

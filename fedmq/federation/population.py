@@ -279,8 +279,9 @@ def _facts(scenario: Scenario, train: Parts, present: Present) -> tuple[SiloFact
     """
     missing, names, silos = scenario.missing_modality, scenario.silo_names, list[SiloFacts]()
     whole = missing if missing.per == "silo" else MissingModality()
-    has = partition.modalities(whole, names, scenario.seed)
-    for index, (name, (image, text)) in enumerate(zip(names, has, strict=True)):
+    everyone = scenario.all_silo_names
+    has = dict(zip(everyone, partition.modalities(whole, everyone, scenario.seed), strict=True))
+    for index, (name, (image, text)) in enumerate((name, has[name]) for name in names):
         held = modalities_held(train[index], present, image=image, text=text)
         if not any(held):
             only = "an image" if image else "captions"
@@ -321,7 +322,7 @@ def _database(scenario: Scenario, prepared: Prepared) -> I64:
 def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
-    """The partition, from the cache if it was computed before."""
+    """The partition of the silos that take part, from the cache if it was computed before."""
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
@@ -342,8 +343,11 @@ def _partition(
                     write_atomically(path, lambda temporary: _write_npz(temporary, computed))
         except OSError as error:
             raise RunError(f"cache {path.parent} cannot be written: {error.strerror or error}") from error
-    parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
-    return parts[:count], parts[count : 2 * count], parts[2 * count :], found["evaluated"]
+    parts, names = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.all_silo_names
+    # The partition is that of all silos, so that it is the same without some of them.
+    here = [index for index, name in enumerate(names) if name not in scenario.silos.without]
+    train, heldout, galleries = (tuple(parts[len(names) * split + index] for index in here) for split in range(3))
+    return train, heldout, galleries, found["evaluated"]
 
 
 def _read_npz(path: Path) -> dict[str, I64] | None:

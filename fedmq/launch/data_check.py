@@ -22,6 +22,7 @@ from fedmq.config.scenario import Data, Scenario
 from fedmq.config.site import Site
 from fedmq.data import catalogue, extract
 from fedmq.data.labels import counts_of
+from fedmq.data.overlap import Contents, Overlap, overlaps
 from fedmq.data.raw_set import RawSet, in_files
 from fedmq.data.splits import (
     SPLITS,
@@ -44,7 +45,7 @@ from fedmq.text import Progress, tell
 from protocols.parts.training import steps_per_task
 
 #: Facts that prepared data tell better than raw ones.
-_FROM_FEATURES = ("silos", "duplicates_of_training_items", "crops", "warnings", "heldout_labels")
+_FROM_FEATURES = ("silos", "overlap", "duplicates_of_training_items", "crops", "warnings", "heldout_labels")
 BATCH = 256  # images read between two reports of progress
 _CONSTANT = 8  # maximum difference of the values, 0 to 255, of an image that counts as blank
 _ALIKE = 4  # maximum number of the 64 bits in which the difference hashes of two images differ that look the same
@@ -134,6 +135,8 @@ class DataFacts:
     duplicates_of_training_items: tuple[str, ...] | None = None
     # Keys of evaluated items whose image is a training item's, whatever the captions.
     duplicates_by_image: tuple[str, ...] | None = None
+    # Images and captions that two silos have, or two splits; of a partition.
+    overlap: tuple[Overlap, ...] | None = None
     alike: tuple[str, ...] | None = None  # keys of further evaluated items whose image looks like a training item's
     # Keys of further evaluated items whose image vector is much closer to one training item's than to others.
     crops: tuple[str, ...] | None = None
@@ -348,6 +351,26 @@ def _equal_and_cropped(
     return tuple(prepared.keys[row] for row in equal), crops
 
 
+def _overlap(scenario: Scenario, population: Population) -> tuple[Overlap, ...]:
+    """Images and captions, by their vectors or pixels, that two silos have, or a silo's two splits."""
+    prepared = population.prepared
+    image, text = same_rows(prepared.image), same_rows(prepared.text)
+    owner = np.repeat(np.arange(prepared.n), np.maximum(prepared.captions, 1))
+    counted = np.asarray(prepared.captions)[owner] > 0
+    held = dict[tuple[str, str], Contents]()
+    for silo in population.silos:
+        rows = population.rows_of(silo)
+        with_image, with_text = (np.concatenate([rows.dataset, more]) for more in (rows.image_only, rows.text_only))
+        heldout = population.heldout[silo.index]
+        for split, images, texts in (
+            ("train", with_image if silo.image else heldout[:0], with_text if silo.text else heldout[:0]),
+            (scenario.evaluation.split, heldout, heldout),
+        ):
+            captions = text[np.isin(owner, texts) & counted]
+            held[silo.name, split] = Contents(frozenset(image[images].tolist()), frozenset(captions.tolist()))
+    return tuple(overlaps(held))
+
+
 def _prepared_facts(name: str, scenario: Scenario, population: Population, progress: Progress | None) -> DataFacts:
     """Facts about a prepared data set and its partition."""
     prepared = population.prepared
@@ -360,6 +383,7 @@ def _prepared_facts(name: str, scenario: Scenario, population: Population, progr
         labels=counts_of(prepared.labels, prepared.label_names),
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(scenario, population, silo) for silo in population.silos},
+        overlap=_overlap(scenario, population),
         duplicates_of_training_items=_duplicates(population, progress),
         duplicates_by_image=equal,
         crops=crops,

@@ -190,7 +190,7 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         up += back * statistics.mean(each.up for each in answers)
         tasks, replies = tasks + out, replies + back
     inline = scenario.launcher == "inline"
-    processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or scenario.silos.count
+    processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or len(scenario.silo_names)
     at_once = 1 if inline else max(1, min(scenario.slots, len(os.sched_getaffinity(0))))
     messages = 0.0 if inline else _MESSAGE_SECONDS * replies + _BYTE_SECONDS * (down + up)
     evaluated = sum(scenario.evaluation.due(version, scenario.rounds) for version in range(scenario.rounds + 1))

@@ -141,7 +141,7 @@ def _options(scenario: Scenario) -> dict[str, object]:
 
 def _check_room(scenario: Scenario, resources: Mapping[str, float]) -> None:
     """Refuse a cluster on which the processes could never run at the same time."""
-    needs, count = scenario.silos.needs, scenario.silos.hosts or scenario.silos.count
+    needs, count = scenario.silos.needs, scenario.silos.hosts or len(scenario.silo_names)
     wanted = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": (needs.memory_gb or 0.0) * 1e9}
     keys = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_gb"}
     for resource, each in wanted.items():

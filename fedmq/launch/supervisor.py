@@ -225,7 +225,7 @@ def _watch(
             case ProcessCommand():
                 line, stop_sent = supervisor.execute(item, line), stop_sent and item.what != "die"
             case Status():
-                if ready is None and item.online == supervisor.run.scenario.silos.count:
+                if ready is None and item.online == len(supervisor.run.scenario.silo_names):
                     ready = time.monotonic() - began
                     supervisor.measure_memory()
                 status(item)

@@ -28,7 +28,7 @@ from fedmq.models.objective_registry import network_of
 from fedmq.runs.result_limits import gallery_of, meaningful
 from fedmq.runs.results import read_summary, with_own_figures
 from fedmq.runs.run_records import RunSummary
-from fedmq.storage.json_files import Digest, Finite, Stored, read_json
+from fedmq.storage.json_files import Count, Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.fields import FieldError
@@ -188,6 +188,68 @@ def released_config(run: RunFolder) -> ReleaseConfig:
             if released.get(what, "nothing") != expected.get(what, "nothing"):
                 raise OtherModelError(path, released.get(what, "nothing"), expected.get(what, "nothing"), what)
     return config
+
+
+FORGOTTEN: Final = "forgotten.json"
+
+
+class ForgottenSilo(Stored):
+    """What a silo had contributed to the run in which it took part."""
+
+    samples: Count  # number of its training items
+    merges: Count  # number of its replies that were merged
+
+
+class ForgottenRun(Stored):
+    """One of the two runs, with and without the silos."""
+
+    run: str  # id of the run
+    model_digest: Digest
+    versions_of: dict[str, str]  # versions and hardware with which it was made
+
+
+class Forgotten(Stored):
+    """``model/forgotten.json``: the model of a run from which silos were left out, and that of the run with them."""
+
+    format: Literal[1]  # format of the file
+    silos: dict[str, ForgottenSilo]  # the silos that were left out
+    before: ForgottenRun  # the run with them
+    after: ForgottenRun  # the run without them, whose model this is
+
+
+def forget(before: RunFolder, after: RunFolder, ids: tuple[str, str], silos: Sequence[str]) -> Forgotten:
+    """Write ``forgotten.json`` into the model folder of a run without some silos, and return it.
+
+    Args:
+        before: the run with them.
+        after: the run without them, otherwise of the same scenario.
+        ids: ids of both runs.
+        silos: names of the silos.
+
+    Raises:
+        InputError: a run is not finished, a silo took part in the second one, or the file cannot be written.
+        OtherModelError: a release does not match its run.
+    """
+    with_them, without = read_summary(before), read_summary(after)
+    if present := sorted(set(silos) & without.per_silo.keys()):
+        raise InputError(str(after.root), f"a run with {present[0]}", "a run without it")
+    made = Forgotten(
+        format=1,
+        silos={
+            name: ForgottenSilo(samples=silo.samples, merges=silo.participations)
+            for name, silo in with_them.per_silo.items()
+            if name in silos
+        },
+        before=_forgotten_run(before, with_them, ids[0]),
+        after=_forgotten_run(after, without, ids[1]),
+    )
+    write_json(after.model / FORGOTTEN, made.plain())
+    return made
+
+
+def _forgotten_run(folder: RunFolder, summary: RunSummary, run: str) -> ForgottenRun:
+    digest = released_config(folder).model_digest
+    return ForgottenRun(run=run, model_digest=digest, versions_of=summary.versions_of)
 
 
 SIGNATURE: Final = "signature.json"

@@ -92,7 +92,7 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_sa
         ("launcher=inline", "launcher inline", "local or none"),
         ("privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}", "noise_multiplier 1.0", "0.0"),
         ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
-        ("protocol=fedproto", "with fedproto, whose merge is more than a weighted sum", "fedavg, "),
+        ("protocol=fedproto", "with fedproto: its merge is more than a weighted sum", "fedavg, "),
     ],
 )
 def test_what_has_no_secure_sum_is_refused_by_name(

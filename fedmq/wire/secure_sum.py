@@ -34,7 +34,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Reason
-from fedmq.wire.payloads import F32, F64, U8, SumKeys, SumWeights, Survivors, UpdateReport
+from fedmq.wire.payloads import F32, F64, I64, U8, SumKeys, SumWeights, Survivors, UpdateReport
 
 U32 = NDArray[np.uint32]
 #: Size of a seed of masks or of a key: one secret of Shamir's scheme over GF(2^128) [bytes].
@@ -102,18 +102,23 @@ class RoundSecrets:
     own_seed: bytes  # of its own mask
     key_seed: bytes  # of the private key of its masks for pairs
     seal_key: X25519PrivateKey  # opens the shares that are sealed for it
+    rows_seed: bytes  # of its own masks of rows, which it alone reveals, one by one
 
     @classmethod
     def derive(cls, secret: bytes, run: str, version: int) -> Self:
         """Derive them from a random secret of the silo that it keeps for the run."""
-        raw = _derived(secret, "secrets", _joined(run, version), 2 * SEED_BYTES + _KEY_BYTES)
-        own, key = raw[:SEED_BYTES], raw[SEED_BYTES : 2 * SEED_BYTES]
-        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[2 * SEED_BYTES :]))
+        raw = _derived(secret, "secrets", _joined(run, version), 3 * SEED_BYTES + _KEY_BYTES)
+        own, key, rows = (raw[start : start + SEED_BYTES] for start in range(0, 3 * SEED_BYTES, SEED_BYTES))
+        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[3 * SEED_BYTES :]), rows)
 
     @cached_property
     def mask_key(self) -> X25519PrivateKey:
         """The private key of its masks for pairs."""
         return mask_key(self.key_seed)
+
+    def row_seed(self, place: int) -> bytes:
+        """The seed of its own mask of a row, by the index of its section."""
+        return _derived(self.rows_seed, "row", _joined(place), SEED_BYTES)
 
     @property
     def public(self) -> U8:
@@ -153,12 +158,19 @@ def _signed(run: str, version: int, name: str, roster: str, keys: U8, committed:
 
 
 def report(
-    identity: Identity, own: RoundSecrets, run: str, version: int, roster: str, n_samples: int, trained: Iterable[str]
+    identity: Identity,
+    own: RoundSecrets,
+    run: str,
+    version: int,
+    roster: str,
+    n_samples: int,
+    trained: Iterable[str],
+    support: I64,
 ) -> UpdateReport:
-    """A silo's signed report of the update that it keeps."""
+    """A silo's signed report of the update, and of the rows, that it keeps."""
     committed = _bytes(commitment(own.own_seed))
     signature = identity.key.sign(_signed(run, version, identity.name, roster, own.public, committed))
-    return UpdateReport(n_samples, tuple(trained), roster, own.public, committed, _bytes(signature))
+    return UpdateReport(n_samples, tuple(trained), support, roster, own.public, committed, _bytes(signature))
 
 
 def check_signature(
@@ -186,7 +198,9 @@ class Sum:
     roster: str  # digest
     keys: SumKeys
     weights: SumWeights
-    sizes: tuple[int, ...]  # number of parameters of each branch
+    sizes: tuple[int, ...]  # number of values of each section, that is branch or row
+    bounds: tuple[float, ...]  # bound of their magnitude in each section
+    first_row: int  # index of the first section that is a row
 
     @cached_property
     def context(self) -> bytes:
@@ -195,41 +209,53 @@ class Sum:
         return hashlib.sha256(_joined(*parts)).digest()
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each branch begins among all parameters."""
-        return tuple(np.cumsum((0, *self.sizes))[:-1].tolist())
+    def whole(self) -> Mapping[int, slice]:
+        """Range of each section in the sum."""
+        ends = np.cumsum((0, *self.sizes)).tolist()
+        return {place: slice(*ends[place : place + 2]) for place in range(len(self.sizes))}
 
     def row(self, name: str) -> F64:
-        """A silo's weights, one for each branch."""
+        """A silo's weights, one for each section."""
         column: F64 = self.weights.weights[:, self.weights.silos.index(name)]
         return column
 
-    def branches(self, name: str) -> list[int]:
-        """The branches in whose sums a silo takes part, by index."""
+    def places(self, name: str) -> list[int]:
+        """The sections in whose sums a silo takes part, by index."""
         return [int(place) for place in np.flatnonzero(self.row(name))]
 
     def sections(self, name: str) -> dict[int, slice]:
-        """Range of each branch in the vector that a silo sends."""
+        """Range of each section in the vector that a silo sends."""
         found, offset = dict[int, slice](), 0
-        for place in self.branches(name):
+        for place in self.places(name):
             found[place] = slice(offset, offset + self.sizes[place])
             offset += self.sizes[place]
         return found
 
     def size(self, name: str) -> int:
         """Length of the vector that a silo sends."""
-        return sum(self.sizes[place] for place in self.branches(name))
+        return sum(self.sizes[place] for place in self.places(name))
 
     def add_own(self, total: U32, sections: Mapping[int, slice], seed: bytes, *, sign: int) -> None:
-        """Add (sign 1) or remove (-1) a silo's own mask in ranges of a vector, by branch."""
-        _add_mask(total, sections, _derived(seed, "own mask", self.context), sign)
+        """Add (sign 1) or remove (-1) a silo's own mask in ranges of a vector, by section; rows have other seeds."""
+        branches = {place: where for place, where in sections.items() if place < self.first_row}
+        _add_mask(total, branches, _derived(seed, "own mask", self.context), sign)
+
+    def add_row(self, total: U32, place: int, where: slice, seed: bytes, *, sign: int) -> None:
+        """Add (sign 1) or remove (-1) a silo's own mask of a row in a range of a vector."""
+        _add_mask(total, {place: where}, _derived(seed, "row mask", self.context), sign)
+
+    def open_rows(self, silos: Sequence[str], options: SecureAggregation) -> list[int]:
+        """The rows, by index, whose sum over some silos shows no single one's row."""
+        kept = np.isin(self.weights.silos, silos)
+        rows = ((place, self.weights.weights[place] * kept) for place in range(self.first_row, len(self.sizes)))
+        return [place for place, row in rows if row.any() and singles_out(row, options) is None]
 
     def add_pair(
         self, total: U32, sections: Mapping[int, slice], key: X25519PrivateKey, name: str, other: str, *, sign: int
     ) -> None:
         """Add (sign 1) or remove (-1) the mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
 
-        Only branches in whose sums both take part have it.
+        Only sections in whose sums both take part have it.
         """
         own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
         shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
@@ -242,7 +268,7 @@ def _add_mask(total: U32, sections: Mapping[int, slice], key: bytes, sign: int) 
     stream = bytearray(4 * _BLOCK + 15)  # the cipher wants room for one more block
     mask, change = np.frombuffer(stream, "<u4", _BLOCK), np.add if sign > 0 else np.subtract
     for place, where in sections.items():
-        # A branch has the same mask at both silos, wherever it lies in their vectors.
+        # A section has the same mask at both silos, wherever it lies in their vectors.
         cipher = Cipher(algorithms.AES256(key), modes.CTR(place.to_bytes(4, "big") + bytes(12))).encryptor()
         values = total[where]
         for start in range(0, len(values), _BLOCK):
@@ -262,8 +288,15 @@ def fixed_point(change: F32, weight: float, largest: float) -> U32:
 
 
 def decoded(total: U32, largest: float) -> F64:
-    """The numbers of a sum without masks."""
-    return total.view(np.int32).astype(np.float64) * (largest / _STEPS)
+    """The numbers of a sum without masks.
+
+    Raises:
+        RemoteWireError: one is larger than ``largest``, as in a sum of silos that were told different things.
+    """
+    result: F64 = total.view(np.int32).astype(np.float64) * (largest / _STEPS)
+    if result.size and max(-result.min(), result.max()) > largest * (1 + 1e-6):
+        raise refused("the sum is out of range: a silo was sent or sent something else than the others")
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------ shares
@@ -306,22 +339,26 @@ def open_share(
 
 
 # ------------------------------------------------------------------------------------------------------ rules
-def check_weights(weights: SumWeights, keys: SumKeys, name: str, branches: Sequence[str]) -> None:
+def check_weights(weights: SumWeights, keys: SumKeys, name: str, sections: Sequence[str]) -> None:
     """Check the form of a sum's weights at silo ``name``.
 
     Raises:
-        RemoteWireError: they are of other silos or branches, or no weights.
+        RemoteWireError: they are of other silos or sections, or no weights.
     """
     if not set(weights.silos) <= set(keys.silos) or name not in weights.silos:
         raise refused("weights of silos without keys in this round, or without this silo")
-    if weights.branches != tuple(branches) or weights.weights.shape != (len(branches), len(weights.silos)):
-        raise refused(f"weights of other branches than {', '.join(branches)}")
+    if weights.branches != tuple(sections) or weights.weights.shape != (len(sections), len(weights.silos)):
+        raise refused("weights of other branches or rows than the method's")
     if weights.weights.min() < 0 or weights.weights.sum(axis=1).max() > 1 + 1e-9:
         raise refused("weights below 0, or with a sum above 1")
 
 
-def check_policy(weights: SumWeights, options: SecureAggregation, least: int, left: Survivors | None = None) -> None:
+def check_policy(
+    weights: SumWeights, options: SecureAggregation, least: int, first_row: int, left: Survivors | None = None
+) -> None:
     """Check that a sum, or what is left of it after silos dropped out, shows no single silo's update.
+
+    Of the rows that are left, a silo reveals its masks only if their sums show no single silo's row.
 
     Raises:
         RemoteWireError: it has too few silos, or weights that single one out.
@@ -332,6 +369,7 @@ def check_policy(weights: SumWeights, options: SecureAggregation, least: int, le
     if len(silos) < least:
         raise refused(f"a sum of {len(silos)} silos, allowed: at least {least} of this round's")
     kept = np.isin(weights.silos, silos)
-    for branch, row in zip(weights.branches, weights.weights, strict=True):
+    checked = len(weights.branches) if left is None else first_row
+    for branch, row in zip(weights.branches[:checked], weights.weights[:checked], strict=True):
         if (wrong := singles_out(row * kept, options)) is not None:
-            raise refused(f"a sum of branch {branch} with {wrong}")
+            raise refused(f"a sum of {branch} with {wrong}")

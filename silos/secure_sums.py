@@ -26,6 +26,7 @@ from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, write_atomically
 from fedmq.wire import secure_sum
 from fedmq.wire.keys import Identity
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Message
 from fedmq.wire.payloads import (
@@ -117,6 +118,8 @@ class SecureSums:
         report = secure_sum.report(
             self._identity, own, self._run, version, self._roster, kept.samples, kept.trained, kept.support
         )
+        signed = {name: getattr(report, name).tobytes().hex() for name in ("keys", "commitment", "signature")}
+        self._log.note(LogEvent.SUM_KEYS, version=version, roster=report.roster, **signed)
         return report, *(payload for payload in payloads if type(payload) not in layout.kinds)
 
     def _split(self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts) -> _Kept:
@@ -162,6 +165,7 @@ class SecureSums:
             match message.payloads:
                 case (SumKeys() as keys,):
                     self._check_keys(version, keys)
+                    self._log.note(LogEvent.SUM_SILOS, version=version, silos=", ".join(keys.silos))
                     return (self._shares(version, keys),)
                 case (SumKeys() as keys, SumWeights() as weights):
                     return (self._masked(self._sum(version, keys, weights, layout), layout.layout.digest),)

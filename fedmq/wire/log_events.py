@@ -85,9 +85,11 @@ class LogEvent(_Event):
     )
     ROWS_LEFT_ALONE = (
         "rows_left_alone",
-        "a secure sum leaves `rows` as they are, as too few silos would be in them, or have revealed their masks",
+        "a secure sum leaves `rows` as they are: too few silos are in them or revealed their masks",
         "warning",
     )
+    SUM_KEYS = "sum_keys", "the process signed its `keys` of a secure sum of `version`, for a `roster` of silos", "info"
+    SUM_SILOS = "sum_silos", "the process takes part in the secure sum of `version` with `silos`", "info"
     SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"
     ALL_MERGED = "all_merged", "the last round is merged", "info"
     CHECKPOINT_REFUSED = "checkpoint_refused", "the checkpoint of `version` merges could not be written", "error"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -33,8 +33,25 @@ from fedmq.config.privacy import SecureAggregation
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
-from fedmq.wire.messages import Reason
-from fedmq.wire.payloads import F32, F64, I64, U8, SumKeys, SumWeights, Survivors, UpdateReport
+from fedmq.wire.messages import Message, Reason
+from fedmq.wire.payloads import (
+    F32,
+    F64,
+    I64,
+    U8,
+    ClassPrototypes,
+    Delta,
+    DiscriminatorDelta,
+    Memory,
+    PartialDelta,
+    Refusal,
+    Representations,
+    SumKeys,
+    SumWeights,
+    Survivors,
+    UpdateReport,
+    WithheldBy,
+)
 
 U32 = NDArray[np.uint32]
 #: Size of a seed of masks or of a key: one secret of Shamir's scheme over GF(2^128) [bytes].
@@ -42,6 +59,10 @@ SEED_BYTES = 16
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 #: Steps of the fixed point for the largest change of a parameter; sums of weights up to 1 then stay below 2^31.
 _STEPS = float(1 << 30)
+#: Kinds of payloads that hold an update or class rows of a silo: in a run with secure sums they never leave it.
+IN_CLEAR = frozenset(
+    kind.KIND for kind in (Delta, PartialDelta, DiscriminatorDelta, ClassPrototypes, Memory, Representations)
+)
 #: Numbers masked at a time, so that they stay in the processor's cache.
 _BLOCK = 1 << 15
 _ZEROS = memoryview(bytes(4 * _BLOCK))
@@ -62,6 +83,26 @@ def refused(detail: str) -> RemoteWireError:
     return RemoteWireError(Reason.SUM, detail)
 
 
+def only_masked(
+    forbidden: Callable[[Message, int], Refusal | None] | None, report: Callable[[str], object]
+) -> Callable[[Message, int], Refusal | None]:
+    """A channel's rule (see ``fedmq.wire.channel``) that lets no update or class rows leave in clear.
+
+    Args:
+        forbidden: the rule of the site's policy; None if it has none.
+        report: called with one line on what is withheld.
+    """
+
+    def rule(message: Message, size: int) -> Refusal | None:
+        for payload in message.payloads:
+            if payload.KIND in IN_CLEAR:
+                report(f"withholds {payload.KIND}: only masked updates leave a silo of a run with secure sums")
+                return Refusal(WithheldBy.KINDS.value, payload.KIND)
+        return None if forbidden is None else forbidden(message, size)
+
+    return rule
+
+
 def roster_digest(place: str, accepted: Mapping[str, Ed25519PublicKey], silos: Sequence[str]) -> str:
     """SHA-256 (hex) of the run's silos and their public keys, as accepted here.
 
@@ -71,7 +112,12 @@ def roster_digest(place: str, accepted: Mapping[str, Ed25519PublicKey], silos: S
     if missing := [name for name in silos if name not in accepted]:
         allowed = "the public keys of all silos, as privacy.secure_aggregation needs them; see `fedmq keys accept`"
         raise InputError(f"{place}: accepted", f"no key of {missing[0]}", allowed)
-    parts = (part for name in silos for part in (name, accepted[name].public_bytes_raw()))
+    return digest_of_roster({name: accepted[name].public_bytes_raw() for name in silos})
+
+
+def digest_of_roster(keys: Mapping[str, bytes]) -> str:
+    """SHA-256 (hex) of the run's silos and their public keys, by name, in the order of the run."""
+    parts = (part for pair in keys.items() for part in pair)
     return hashlib.sha256(_joined("fedmq 1 sum roster", *parts)).hexdigest()
 
 

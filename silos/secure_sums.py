@@ -97,8 +97,9 @@ class SecureSums:
     ) -> None:
         options = run.scenario.privacy.secure_aggregation
         assert options is not None  # noqa: S101 - made only for runs with secure aggregation
-        self._options, self._run, self._identity, self._accepted, self._log = options, run.id, identity, accepted, log
-        self._roster = secure_sum.roster_digest(str(keys), accepted, run.scenario.silo_names)
+        self._options, self._run, self._identity, self._log = options, run.id, identity, log
+        self._accepted = {**accepted, identity.name: identity.key.public_key()}  # a site need not accept its own key
+        self._roster = secure_sum.roster_digest(str(keys), self._accepted, run.scenario.silo_names)
         self._secret = _kept_secret(RunFolder(out).silo_state(identity.name) / "sums.key")
         self._kept: _Kept | None = None
 

@@ -35,7 +35,7 @@ from fedmq.wire.payloads import (
     Survivors,
     UpdateReport,
 )
-from fedmq.wire.secure_sum import Sum, singles_out
+from fedmq.wire.secure_sum import Mask, Sum, singles_out
 
 _ANSWERS: Mapping[type[Payload], Stage] = {
     SealedShares: Stage.SHARE,
@@ -283,17 +283,18 @@ class SecureSums:
         whole = {place: agreed.whole[place] for place in known}
         total = np.zeros(sum(agreed.sizes), np.uint32)
         dropped = {name: secure_sum.mask_key(seeds[name]) for name in agreed.weights.silos if name not in self._masked}
+        masks = list[Mask]()
         for name, masked in self._masked.items():
-            sections = {place: where for place, where in agreed.sections(name).items() if place in whole}
-            for place, where in sections.items():
-                total[whole[place]] += masked.buffer[where]
-            here = {place: whole[place] for place in sections}
-            agreed.add_own(total, here, seeds[name], sign=-1)
-            for place in filter(here.__contains__, known[agreed.first_row :]):
-                seed = revealed[name].rows[place - agreed.first_row].tobytes()
-                agreed.add_row(total, place, here[place], seed, sign=-1)
-            for other, key in dropped.items():
-                agreed.add_pair(total, here, key, name, other, sign=-1)
+            for place, where in agreed.sections(name).items():
+                if place in whole:
+                    total[whole[place]] += masked.buffer[where]
+            masks.append(agreed.own_mask(name, seeds[name], sign=-1))
+            for place in known[agreed.first_row :]:
+                if agreed.row(name)[place]:
+                    seed = revealed[name].rows[place - agreed.first_row].tobytes()
+                    masks.append(agreed.row_mask(place, seed, sign=-1))
+            masks += [agreed.pair_mask(key, name, other, sign=-1) for other, key in dropped.items()]
+        secure_sum.add_masks(total, whole, masks)
         return {place: secure_sum.decoded(total[where], agreed.bounds[place]) for place, where in whole.items()}
 
     def _open_rows(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> Iterator[int]:

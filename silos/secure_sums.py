@@ -25,6 +25,7 @@ from fedmq.profiling import span
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, write_atomically
 from fedmq.wire import secure_sum
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
@@ -102,6 +103,7 @@ class SecureSums:
         self._roster = secure_sum.roster_digest(str(keys), self._accepted, run.scenario.silo_names)
         self._secret = _kept_secret(RunFolder(out).silo_state(identity.name) / "sums.key")
         self._kept: _Kept | None = None
+        self._checked = 0, ""  # version and digest of the list of keys that was checked last
 
     def _own(self, version: int) -> RoundSecrets:
         return RoundSecrets.derive(self._secret, self._run, version)
@@ -178,8 +180,10 @@ class SecureSums:
             raise
 
     def _check_keys(self, version: int, keys: SumKeys) -> None:
-        """Check that the keys of a round are those that accepted silos and this one signed for it."""
+        """Check that the keys of a round are those that accepted silos and this one signed for it; once for a list."""
         name, own = self._identity.name, self._own(version)
+        if self._checked == (checked := (version, digest(keys))):
+            return
         if len(keys.silos) < 2 or not len(keys.keys) == len(keys.commitments) == len(keys.signatures) == len(
             keys.silos
         ):
@@ -191,6 +195,7 @@ class SecureSums:
             secure_sum.check_signature(key, self._run, version, silo, self._roster, *parts)
         if name not in keys.silos or not np.array_equal(keys.keys[keys.silos.index(name)], own.public):
             raise refused("a list of keys without those of this silo")
+        self._checked = checked
 
     def _least(self, keys: SumKeys) -> int:
         return secure_sum.needed(len(keys.silos), self._options.threshold)
@@ -204,9 +209,9 @@ class SecureSums:
         shares = [
             b"".join(pair) for pair in zip(*(secure_sum.split(seed, count, least) for seed in seeds), strict=True)
         ]
-        sealed = np.zeros((count, 60), np.uint8)
+        sealed, context = np.zeros((count, 60), np.uint8), self._context(version, keys)
         for place, silo in enumerate(keys.silos):
-            to, context = secure_sum.public_key(keys, silo, 1), self._context(version, keys)
+            to = secure_sum.public_key(keys, silo, 1)
             sealed[place] = secure_sum.seal_share(own.seal_key, to, context, (name, silo), shares[place])
         return SealedShares(sealed)
 
@@ -232,12 +237,13 @@ class SecureSums:
                 # Its zeros would only make the sum look like one of more silos.
                 raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
             total[where] = secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place])
-        agreed.add_own(total, sections, own.own_seed, sign=1)
-        for place in filter(sections.__contains__, range(agreed.first_row, len(agreed.sizes))):
-            agreed.add_row(total, place, sections[place], own.row_seed(place), sign=1)
-        for other in agreed.weights.silos:
-            if other != name:
-                agreed.add_pair(total, sections, own.mask_key, name, other, sign=1)
+        rows = filter(sections.__contains__, range(agreed.first_row, len(agreed.sizes)))
+        masks = [
+            agreed.own_mask(name, own.own_seed, sign=1),
+            *(agreed.row_mask(place, own.row_seed(place), sign=1) for place in rows),
+            *(agreed.pair_mask(own.mask_key, name, each, sign=1) for each in agreed.weights.silos if each != name),
+        ]
+        secure_sum.add_masks(total, sections, masks)
         return MaskedUpdate(layout_digest, total)
 
     def _revealed(self, agreed: Sum, left: Survivors, sealed: SealedShares) -> RevealedShares:
@@ -245,10 +251,9 @@ class SecureSums:
         secure_sum.check_policy(agreed.weights, self._options, self._least(keys), agreed.first_row, left)
         if name not in left.silos or len(sealed.sealed) != len(keys.silos):
             raise refused("shares of a sum that this silo's update is not in, or not one for each silo")
-        shares = list[bytes]()
+        shares, context = list[bytes](), self._context(agreed.version, keys)
         for silo in agreed.weights.silos:
-            place, context = keys.silos.index(silo), self._context(agreed.version, keys)
-            sender = secure_sum.public_key(keys, silo, 1)
+            place, sender = keys.silos.index(silo), secure_sum.public_key(keys, silo, 1)
             of_seed, of_key = secure_sum.open_share(own.seal_key, sender, context, (silo, name), sealed.sealed[place])
             # One kind only: with both, the sum would show what this silo sent.
             shares.append(of_seed if silo in left.silos else of_key)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from Crypto.Protocol.SecretSharing import Shamir
 
 from coordinator.round_events import Stage
 from coordinator.secure_sums import Answer
@@ -199,6 +200,7 @@ def test_shares_are_of_one_kind_and_too_few_of_them_say_nothing(start: Round) ->
         if name not in alive:
             wanted, other = other, wanted
         assert secure_sum.combined(shares) == wanted
+        assert Shamir.combine([(place + 1, share) for place, share in shares.items()]) == wanted
         for left_out in shares:  # three colluding silos, one less than needed
             few = {place: share for place, share in shares.items() if place != left_out}
             assert secure_sum.combined(few) not in (wanted, other)

@@ -15,11 +15,11 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
 from typing import Self
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
+from Crypto.Protocol.SecretSharing import Shamir, _Element
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -236,6 +236,15 @@ def check_signature(
 
 # ------------------------------------------------------------------------------------------------------ masks
 @dataclass(frozen=True)
+class Mask:
+    """A mask of some sections: the key stream of AES-256 with a key."""
+
+    key: bytes
+    sign: int  # 1 to add it, -1 to remove it
+    places: frozenset[int]  # sections that have it, by index
+
+
+@dataclass(frozen=True)
 class Sum:
     """What all silos of one sum have to agree on; masks of silos that were told different things do not cancel."""
 
@@ -281,14 +290,25 @@ class Sum:
         """Length of the vector that a silo sends."""
         return sum(self.sizes[place] for place in self.places(name))
 
-    def add_own(self, total: U32, sections: Mapping[int, slice], seed: bytes, *, sign: int) -> None:
-        """Add (sign 1) or remove (-1) a silo's own mask in ranges of a vector, by section; rows have other seeds."""
-        branches = {place: where for place, where in sections.items() if place < self.first_row}
-        _add_mask(total, branches, _derived(seed, "own mask", self.context), sign)
+    def own_mask(self, name: str, seed: bytes, *, sign: int) -> Mask:
+        """A silo's own mask; rows have other seeds."""
+        places = frozenset(place for place in self.places(name) if place < self.first_row)
+        return Mask(_derived(seed, "own mask", self.context), sign, places)
 
-    def add_row(self, total: U32, place: int, where: slice, seed: bytes, *, sign: int) -> None:
-        """Add (sign 1) or remove (-1) a silo's own mask of a row in a range of a vector."""
-        _add_mask(total, {place: where}, _derived(seed, "row mask", self.context), sign)
+    def row_mask(self, place: int, seed: bytes, *, sign: int) -> Mask:
+        """A silo's own mask of a row."""
+        return Mask(_derived(seed, "row mask", self.context), sign, frozenset({place}))
+
+    def pair_mask(self, key: X25519PrivateKey, name: str, other: str, *, sign: int) -> Mask:
+        """The mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
+
+        Only sections in whose sums both take part have it.
+        """
+        own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
+        shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
+        first = self.weights.silos.index(name) < self.weights.silos.index(other)
+        places = frozenset(self.places(name)) & frozenset(self.places(other))
+        return Mask(_derived(shared, "pair mask", self.context), sign if first else -sign, places)
 
     def open_rows(self, silos: Sequence[str], options: SecureAggregation) -> list[int]:
         """The rows, by index, whose sum over some silos shows no single one's row."""
@@ -296,31 +316,28 @@ class Sum:
         rows = ((place, self.weights.weights[place] * kept) for place in range(self.first_row, len(self.sizes)))
         return [place for place, row in rows if row.any() and singles_out(row, options) is None]
 
-    def add_pair(
-        self, total: U32, sections: Mapping[int, slice], key: X25519PrivateKey, name: str, other: str, *, sign: int
-    ) -> None:
-        """Add (sign 1) or remove (-1) the mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
 
-        Only sections in whose sums both take part have it.
-        """
-        own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
-        shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
-        both = {place: where for place, where in sections.items() if self.row(name)[place] and self.row(other)[place]}
-        first = self.weights.silos.index(name) < self.weights.silos.index(other)
-        _add_mask(total, both, _derived(shared, "pair mask", self.context), sign if first else -sign)
+def add_masks(total: U32, sections: Mapping[int, slice], masks: Iterable[Mask]) -> None:
+    """Add masks in ranges of a vector, by section; a section has the same mask at both silos, wherever it lies there.
 
-
-def _add_mask(total: U32, sections: Mapping[int, slice], key: bytes, sign: int) -> None:
+    All masks are added to a block before the next one, so that each number is read from memory once.
+    """
     stream = bytearray(4 * _BLOCK + 15)  # the cipher wants room for one more block
-    mask, change = np.frombuffer(stream, "<u4", _BLOCK), np.add if sign > 0 else np.subtract
+    mask, masks = np.frombuffer(stream, "<u4", _BLOCK), tuple(masks)
     for place, where in sections.items():
-        # A section has the same mask at both silos, wherever it lies in their vectors.
-        cipher = Cipher(algorithms.AES256(key), modes.CTR(place.to_bytes(4, "big") + bytes(12))).encryptor()
+        counter = modes.CTR(place.to_bytes(4, "big") + bytes(12))
+        ciphers = [
+            (Cipher(algorithms.AES256(each.key), counter).encryptor(), np.add if each.sign > 0 else np.subtract)
+            for each in masks
+            if place in each.places
+        ]
         values = total[where]
         for start in range(0, len(values), _BLOCK):
             block = values[start : start + _BLOCK]
-            cipher.update_into(_ZEROS[: 4 * len(block)], stream)
-            change(block, mask[: len(block)], out=block)
+            zeros, stream_of_block = _ZEROS[: 4 * len(block)], mask[: len(block)]
+            for cipher, change in ciphers:
+                cipher.update_into(zeros, stream)
+                change(block, stream_of_block, out=block)
 
 
 def fixed_point(change: F32, weight: float, largest: float) -> U32:
@@ -352,8 +369,24 @@ def split(secret: bytes, shares: int, least: int) -> list[bytes]:
 
 
 def combined(shares: Mapping[int, bytes]) -> bytes:
-    """The seed of at least as many shares as it needs, each by its place from 0."""
-    return Shamir.combine([(place + 1, share) for place, share in shares.items()])
+    """The seed of at least as many shares as it needs, each by its place from 0.
+
+    ``Shamir.combine`` gives the same, but finds the coefficients again for each secret, which takes most of its time.
+    """
+    terms = (factor * _Element(shares[place]) for place, factor in _coefficients(tuple(shares)).items())
+    return reduce(_Element.__add__, terms).encode()
+
+
+@lru_cache(maxsize=4)
+def _coefficients(places: tuple[int, ...]) -> Mapping[int, _Element]:
+    """The factors of shares in the polynomial's value at 0 (Lagrange), by place."""
+    found = dict[int, _Element]()
+    for place in places:
+        numerator, denominator, own = _Element(1), _Element(1), _Element(place + 1)
+        for other in (_Element(each + 1) for each in places if each != place):
+            numerator, denominator = numerator * other, denominator * (own + other)
+        found[place] = numerator * denominator.inverse()
+    return found
 
 
 def share_context(run: str, version: int, roster: str, keys: SumKeys) -> bytes:

@@ -22,7 +22,7 @@ from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
 from fedmq.federation.noise import affordable_tasks, check_privacy
-from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, adds_sum
+from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, defines_sum, why_no_sum
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.profiling import span
 from fedmq.runs.run_records import EvaluatedItems
@@ -32,6 +32,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.text import print_line
 from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
+from fedmq.wire.layout import MAX_ENTRIES
 from fedmq.wire.messages import TaskInfo
 from fedmq.wire.payloads import Delta, Loss, PartialDelta, Payload
 from protocols.parts.robust import LEAST
@@ -272,11 +273,20 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     check_robust(run_context)
-    if scenario.privacy.secure_aggregation is not None and not adds_sum(method):
-        able = [name for name in protocols.names() if protocols.default_traits(name).adds_sum]
-        found = f"with {scenario.protocol.label}, whose merge is more than a weighted sum of the updates"
-        raise InputError("privacy.secure_aggregation", found, f"null, or a method of {', '.join(able)}")
+    if scenario.privacy.secure_aggregation is not None:
+        _check_sum(scenario, method)
     return run_context, model.flat.detach().clone()
+
+
+def _check_sum(scenario: Scenario, method: FederatedProtocol) -> None:
+    """Refuse secure aggregation with a method, or options of it, that need single updates."""
+    if why := why_no_sum(method):
+        able = [name for name in protocols.names() if defines_sum(protocols.load(name))]
+        found, allowed = f"with {scenario.protocol.label}: {why}", f"null, or a method of {', '.join(able)}"
+        raise InputError("privacy.secure_aggregation", found, allowed)
+    if (sections := len(method.sum_layout().sizes)) > MAX_ENTRIES:
+        found = f"with {sections} branches and class rows of {scenario.protocol.label}"
+        raise InputError("privacy.secure_aggregation", found, f"at most {MAX_ENTRIES}")
 
 
 def selectable(scenario: Scenario, data: RunData) -> tuple[str, ...]:

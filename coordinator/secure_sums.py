@@ -5,7 +5,7 @@ The rounds machine decides who takes part in each step; :class:`SecureSums` keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from coordinator.run_context import RunContext
 from coordinator.updates import weighted
 from fedmq.errors import RemoteWireError
 from fedmq.federation.faults import FailureReason, TaskOutcome
-from fedmq.federation.protocol import MergeResult, State, Update, WeightedSum
+from fedmq.federation.protocol import Added, MergeResult, State, Update, WeightedSum
 from fedmq.profiling import span
 from fedmq.wire import secure_sum
 from fedmq.wire.log_events import LogEvent
@@ -35,8 +35,7 @@ from fedmq.wire.payloads import (
     Survivors,
     UpdateReport,
 )
-from fedmq.wire.secure_sum import Sum, singles_out
-from protocols.parts import aggregation
+from fedmq.wire.secure_sum import Mask, Sum, singles_out
 
 _ANSWERS: Mapping[type[Payload], Stage] = {
     SealedShares: Stage.SHARE,
@@ -70,9 +69,7 @@ class SecureSums:
         keys = str(run_context.folder.root)
         self._roster = secure_sum.roster_digest(keys, accepted, run_context.scenario.silo_names)
         self._accepted = accepted
-        layout = run_context.context.layout
-        self._branches = aggregation.branch_sizes(layout)
-        self._sizes = tuple(self._branches.values())
+        self._layout = run_context.protocol.sum_layout()
         self._begin()
 
     def _begin(self) -> None:
@@ -83,8 +80,9 @@ class SecureSums:
         self._summed: frozenset[str] = frozenset()  # the silos whose masked updates are in the sum
         self._sum: Sum | None = None
         self._weighted: WeightedSum | None = None
-        self._total: F64 | None = None
-        self._left_alone: list[str] = []
+        self._sections: Mapping[int, F64] | None = None  # sums by the index of their section, once they are known
+        self._branches_left: list[str] = []
+        self._rows_left = 0
         self.ends: str = ""  # why the round ends without a merge although enough silos answered
 
     # ------------------------------------------------------------------------------------------- what silos send
@@ -116,11 +114,16 @@ class SecureSums:
                 digest = self._run_context.context.layout.digest
                 if (payload.layout_digest, values.size) == (digest, self._sum.size(name)):
                     return Answer(task.sequence, payload)
-            case RevealedShares(shares=rows) if self._sum is not None and len(rows) == len(self._sum.weights.silos):
-                return Answer(task.sequence, payload)
+            case RevealedShares(shares=rows, rows=seeds) if self._sum is not None:
+                if (len(rows), len(seeds)) == (len(self._sum.weights.silos), self._row_count):
+                    return Answer(task.sequence, payload)
             case _:
                 pass
         raise RemoteWireError(Reason.LAYOUT, f"a {payload.KIND} of another size than this round's")
+
+    @property
+    def _row_count(self) -> int:
+        return len(self._layout.sizes) - self._layout.first_row
 
     def _check_report(self, message: Message) -> None:
         """Check the signature of a silo's report, and that it accepts the same silos and keys.
@@ -135,8 +138,10 @@ class SecureSums:
             if report.roster != self._roster:
                 detail = f"{name} accepts other silos or keys than the coordinator: compare `fedmq keys show` of both"
                 raise secure_sum.refused(detail)
-            if strange := set(report.trained) - set(self._branches):
+            if strange := set(report.trained) - set(self._layout.branches):
                 raise RemoteWireError(Reason.MALFORMED, f"an update of branch {min(strange)}, which the model lacks")
+            if (found := len(report.support)) != self._row_count:
+                raise RemoteWireError(Reason.LAYOUT, f"the support of {found} rows, expected {self._row_count}")
             parts = (report.keys, report.commitment, report.signature)
             secure_sum.check_signature(self._accepted[name], self._run, version, name, self._roster, *parts)
 
@@ -192,26 +197,29 @@ class SecureSums:
         return SumKeys(tuple(self._updates), keys, committed, signatures)
 
     def _agreed(self, action: Collect, weighted: WeightedSum) -> Sum:
-        """The sum that the silos are to agree on; a branch whose weights would single a silo out is left as it is."""
+        """The sum that the silos are to agree on, without sections whose weights would single a silo out."""
         assert self._keys is not None  # noqa: S101 - the silos have reported
-        version = action.round
-        rows = np.stack([weighted.rows[name].numpy() for name in self._branches])
-        for place, name in enumerate(self._branches):
-            if (wrong := singles_out(rows[place], self._options)) is not None:
-                rows[place] = 0.0
-                self._left_alone.append(name)
+        version, layout = action.round, self._layout
+        rows = np.stack([weighted.rows[name].numpy() for name in layout.sizes])
+        for place, name in enumerate(layout.sizes):
+            if (wrong := singles_out(rows[place], self._options)) is None:
+                continue
+            rows[place] = 0.0
+            if place < layout.first_row:
+                self._branches_left.append(name)
                 self._log.note(
                     LogEvent.BRANCH_LEFT_ALONE, version=version, branch=name, why=wrong, caused_by=action.cause
                 )
-        layout = self._run_context.context.layout
-        weights = SumWeights(layout.digest, tuple(self._shares), tuple(self._branches), rows)
-        return Sum(self._run, version, self._roster, self._keys, weights, self._sizes)
+        weights = SumWeights(layout.layout.digest, tuple(self._shares), tuple(layout.sizes), rows)
+        sizes, bounds = tuple(layout.sizes.values()), layout.bounds(self._options.range)
+        return Sum(self._run, version, self._roster, self._keys, weights, sizes, bounds, layout.first_row)
 
     def _unsafe(self) -> str:
         """Why the silos left would refuse to reveal what removes the masks; empty if they do not."""
         assert self._sum is not None  # noqa: S101 - the weights are known
+        left = Survivors(tuple(self._masked))
         try:
-            secure_sum.check_policy(self._sum.weights, self._options, 1, Survivors(tuple(self._masked)))
+            secure_sum.check_policy(self._sum.weights, self._options, 1, self._layout.first_row, left)
         except RemoteWireError as error:
             return error.detail
         return ""
@@ -232,43 +240,69 @@ class SecureSums:
     def _end(self, revealed: Mapping[str, RevealedShares], action: Collect) -> None:
         if revealed and self._sum is not None:
             try:
-                self._total = self._unmasked(self._sum, revealed)
+                self._sections = self._unmasked(self._sum, revealed)
+                self._note_rows(self._sum, action)
                 return
             except RemoteWireError as error:
                 self.ends = error.detail
         why = self.ends or "too few silos answered"
         self._log.note(LogEvent.SUM_ENDED, version=action.round, why=why, caused_by=action.cause)
 
+    def _note_rows(self, agreed: Sum, action: Collect) -> None:
+        """Name the rows that silos reported, but that are left as they are."""
+        left = [name for name, place in self._rows_reported(agreed) if place not in (self._sections or {})]
+        if left:
+            rows = ", ".join(left)
+            self._log.note(LogEvent.ROWS_LEFT_ALONE, version=agreed.version, rows=rows, caused_by=action.cause)
+        self._rows_left = len(left)
+
+    def _rows_reported(self, agreed: Sum) -> Iterator[tuple[str, int]]:
+        reports = [self._updates[name].report for name in agreed.weights.silos]
+        support = np.stack([report.support for report in reports if report is not None])
+        for row in np.flatnonzero(support.any(axis=0)):
+            place = agreed.first_row + int(row)
+            yield agreed.weights.branches[place], place
+
     # ------------------------------------------------------------------------------------------- the sum
     @property
     def complete(self) -> bool:
         """Whether the sum is known."""
-        return self._total is not None
+        return self._sections is not None
 
     @span("merge")
-    def _unmasked(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> F64:
-        """The sum [P] of the masked updates, each branch over the silos that take part in it.
+    def _unmasked(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> Mapping[int, F64]:
+        """The sums of the masked updates by section, each over the silos that take part in it.
+
+        Rows whose masks the silos in them have not all revealed are left out.
 
         Raises:
             RemoteWireError: shares do not give the secrets that silos committed to, or the sum is none of updates.
         """
         seeds = self._seeds(agreed, revealed)
-        total = np.zeros(sum(self._sizes), np.uint32)
-        whole = {place: slice(start, start + agreed.sizes[place]) for place, start in enumerate(agreed.offsets)}
+        known = [*range(agreed.first_row), *self._open_rows(agreed, revealed)]
+        whole = {place: agreed.whole[place] for place in known}
+        total = np.zeros(sum(agreed.sizes), np.uint32)
         dropped = {name: secure_sum.mask_key(seeds[name]) for name in agreed.weights.silos if name not in self._masked}
+        masks = list[Mask]()
         for name, masked in self._masked.items():
             for place, where in agreed.sections(name).items():
-                total[whole[place]] += masked.buffer[where]
-            sections = {place: whole[place] for place in agreed.branches(name)}
-            agreed.add_own(total, sections, seeds[name], sign=-1)
-            for other, key in dropped.items():
-                agreed.add_pair(total, sections, key, name, other, sign=-1)
-        result = secure_sum.decoded(total, self._options.range)
-        # A sum of silos that agree is within this; of others it has random values.
-        most = self._options.range * (1 + 1e-6)
-        if result.size and max(-result.min(), result.max()) > most:
-            raise secure_sum.refused("the sum is out of range: a silo was sent or sent something else than the others")
-        return result
+                if place in whole:
+                    total[whole[place]] += masked.buffer[where]
+            masks.append(agreed.own_mask(name, seeds[name], sign=-1))
+            for place in known[agreed.first_row :]:
+                if agreed.row(name)[place]:
+                    seed = revealed[name].rows[place - agreed.first_row].tobytes()
+                    masks.append(agreed.row_mask(place, seed, sign=-1))
+            masks += [agreed.pair_mask(key, name, other, sign=-1) for other, key in dropped.items()]
+        secure_sum.add_masks(total, whole, masks)
+        return {place: secure_sum.decoded(total[where], agreed.bounds[place]) for place, where in whole.items()}
+
+    def _open_rows(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> Iterator[int]:
+        """The rows whose sum over the silos left may be known, and of which each of them has revealed its mask."""
+        for place in agreed.open_rows(tuple(self._masked), self._options):
+            silos = [name for name in self._masked if agreed.row(name)[place]]
+            if all(name in revealed and revealed[name].rows[place - agreed.first_row].any() for name in silos):
+                yield place
 
     def _seeds(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> dict[str, bytes]:
         """The secrets that remove the masks: of silos in the sum the own seed, of the others that of their key."""
@@ -288,20 +322,24 @@ class SecureSums:
         return seeds
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
-        """Merge the sum: each branch is divided by the weights whose updates arrived."""
-        weighted, agreed, total = self._weighted, self._sum, self._total
-        assert weighted is not None and agreed is not None and total is not None  # noqa: S101 - the sum is complete
+        """Merge the sums: each is divided by the weights that arrived."""
+        weighted, agreed, sections = self._weighted, self._sum, self._sections
+        assert weighted is not None and agreed is not None and sections is not None  # noqa: S101 - the sum is complete
         here = torch.tensor([name in self._summed for name in agreed.weights.silos])
-        step, weights = torch.from_numpy(total), weighted.weights[here]
-        for place, start in enumerate(agreed.offsets):
-            row = torch.from_numpy(agreed.weights.weights[place])
-            arrived = row[here].sum() if weighted.renormalised else weights.sum()
-            if float(arrived):
-                step[start : start + agreed.sizes[place]] /= arrived
-        theta = step.add_(state.theta).to(state.theta.dtype)
-        merged = weighted.finish(theta, replies, weights / weights.sum() if float(weights.sum()) else weights)
-        left = {"branches_left_alone": float(len(self._left_alone))} if self._left_alone else {}
-        return replace(merged, log={**merged.log, **left})
+        weights, means = weighted.weights[here], dict[str, torch.Tensor]()
+        step = torch.zeros(sum(part.stop - part.start for part in self._layout.branches.values()), dtype=torch.float64)
+        for place, values in sections.items():
+            name, row = agreed.weights.branches[place], torch.from_numpy(agreed.weights.weights[place])
+            part = self._layout.branches.get(name)
+            arrived = float(row[here].sum() if weighted.renormalised or part is None else weights.sum())
+            if arrived:
+                means[name] = torch.from_numpy(values).div_(arrived)
+            if part is not None and arrived:
+                step[part] = means.pop(name)
+        weights = weights / weights.sum() if float(weights.sum()) else weights
+        merged = weighted.finish(Added(step, replies, weights, means))
+        counts = {"branches_left_alone": len(self._branches_left), "rows_left_alone": self._rows_left}
+        return replace(merged, log={**merged.log, **{name: float(count) for name, count in counts.items() if count}})
 
     def update(self, silo: str) -> Update:
         """A silo's reply to its task."""

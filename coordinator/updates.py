@@ -90,7 +90,7 @@ def validated(
         raise RemoteWireError("unexpected", detail)
     uploads, samples = run_context.protocol.uploads(silo), run_context.samples[silo.index]
     if run_context.scenario.privacy.secure_aggregation is not None:
-        uploads = uploads - {Delta} | {UpdateReport}
+        uploads = uploads - run_context.protocol.sum_layout().kinds | {UpdateReport}
     traits, context, theta = run_context.traits, run_context.context, None if base is None else base.theta
     layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
     sender, counted = updating(silo, traits), 2 if twice else 1
@@ -151,6 +151,8 @@ def check_reply(
             _check_length(payload, theta)
         elif isinstance(payload, UpdateReport):
             _check_samples(payload, samples)
+            if samples is not None:
+                _check_weights(payload, samples, counted)
         elif isinstance(payload, DiscriminatorDelta):
             _check_change(payload, samples)
             _check_length(payload, theta)
@@ -209,7 +211,7 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
         case Loss(value=value):
             if abs(value) > (most := LARGEST_LOSS * samples):
                 raise ImplausibleError("malformed", f"a loss of {value:.4g}, allowed: at most {most:.4g}{_CAUSE}")
-        case ClassPrototypes(counts=counts) | Memory(support=counts):
+        case ClassPrototypes(counts=counts) | Memory(support=counts) | UpdateReport(support=counts):
             if (found := int(counts.max(initial=0))) > (most := counted * samples):
                 raise RemoteWireError(
                     "malformed", f"a row of {payload.KIND} of {found} samples, allowed: at most {most}"

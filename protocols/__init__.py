@@ -9,14 +9,29 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from fedmq.config.options import as_plain, beginnings, parsed, preset_values, without_effect
+from fedmq.config.options import as_plain, beginnings, parsed, preset_values, schema_problem, without_effect
 from fedmq.config.plug_ins import Registry
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
-from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits, check_traits, class_problem
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits
 from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
+from fedmq.wire.payloads import PartialDelta
 from protocols import objectives
+
+
+def class_problem(found: object) -> str | None:
+    """What keeps an object from being the class of a federated method; None if nothing does."""
+    if not isinstance(found, type):
+        return f"an object of type {type(found).__name__}, no class"
+    if not issubclass(found, FederatedProtocol):
+        return f"class {found.__name__}, which is no subclass of FederatedProtocol"
+    if missing := sorted(found.__abstractmethods__):
+        return f"class {found.__name__} without {', '.join(missing)}"
+    problem = schema_problem(found.Options)
+    return problem and f"class {found.__name__}, whose Options are {problem}"
+
 
 METHODS: Registry[type[FederatedProtocol]] = Registry(
     "protocol.name",
@@ -61,6 +76,52 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
     if check:
         check_traits(choice.label, method, options, context)
     return method
+
+
+def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
+    """Check that a method is consistent with its traits.
+
+    Args:
+        name: name of the method, for the error.
+        method: created with ``options`` and ``context``.
+        options: options of the run.
+        context: context of the run.
+
+    Raises:
+        InputError: a trait contradicts the method's functions or another trait, or the method keeps no options.
+    """
+    if not hasattr(method, "options"):
+        allowed = "one that calls super().__init__(options, context)"
+        raise InputError(f"protocol {name}", f"an __init__ of class {type(method).__name__} without options", allowed)
+    place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
+    for trait, at_run, from_options in (
+        ("pooled", traits.pooled, before.pooled),
+        ("personal_only", traits.personal_only, before.personal_only),
+        ("needs_public", traits.needs_public, before.needs_public),
+        ("unpaired", traits.unpaired, before.unpaired),
+        ("model_per_silo", traits.model_per_silo, before.model_per_silo),
+        ("completes_items", traits.completes_items, before.completes_items),
+    ):
+        if at_run != from_options:
+            raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")
+    if traits.personalised and type(method).encoders is FederatedProtocol.encoders:
+        raise InputError(place, "personalised without encoders", "personalised False, or a class that defines encoders")
+    if traits.personal_only and not traits.personalised:
+        raise InputError(
+            place, "personal_only without personalised", "personalised True as well, or personal_only False"
+        )
+    sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
+    layer_names = [entry.name for entry in context.layout.entries]
+    if traits.shared_layers is None:
+        if sends_partial:
+            raise InputError(place, "a PartialDelta in uploads without shared_layers", "the names of its layers")
+        return
+    if not sends_partial and any(map(method.eligible, context.silos)):
+        raise InputError(place, "shared_layers without a PartialDelta in uploads", "both, or neither")
+    shared = list(traits.shared_layers)
+    if not shared or shared != [name for name in layer_names if name in shared]:
+        found = ", ".join(shared) or "no layer"
+        raise InputError(place, f"shared_layers {found}", f"some of {', '.join(layer_names)}, in this order")
 
 
 def traits_of(scenario: Scenario) -> Traits:

@@ -30,5 +30,9 @@ class Central(fedavg.FedAvg):
         """The training data are pooled."""
         return Traits(pooled=True, weighs_single_silos=False)
 
+    def no_sum(self) -> str:
+        """A sum of one silo's update shows it."""
+        return "one silo trains on all data"
+
 
 PROTOCOL = Central

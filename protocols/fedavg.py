@@ -21,9 +21,9 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
+    SumLayout,
     Task,
     Trained,
-    Traits,
     Update,
     WeightedSum,
     take,
@@ -131,17 +131,20 @@ class FedAvg(FederatedProtocol):
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """The weights of :meth:`merge`, in a secure sum."""
         weights, renorm = self.weights(replies), self.options.branch_renorm
-        rows = aggregation.branch_rows(replies, weights, self.branches, renorm)
-        return WeightedSum(weights, rows, renorm is True, partial(self.merged, state=state))
+        merged = partial(self.merged, state=state)
+        return aggregation.sum_of(state.theta, replies, weights, self.branches, renorm, merged)
+
+    def sum_layout(self) -> SumLayout:
+        """The whole update."""
+        return SumLayout(self.context.layout, None, self.branches)
+
+    def no_sum(self) -> str:
+        """Why a merge without conflicts is no sum."""
+        return aggregation.no_sum(self.options.branch_renorm)
 
     def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
         """The result of a merge from its parameters [P], its replies and their weights float64 [M]."""
         return MergeResult(State(theta, state.tensors, state.values))
-
-    @classmethod
-    def traits_of(cls, options: Any) -> Traits:
-        """Its merge adds a weighted sum, except without conflicts; a subclass with another merge says otherwise."""
-        return Traits(adds_sum=options.branch_renorm != "conflict_free")
 
     def averaged(self, theta: Tensor, replies: Sequence[Update]) -> tuple[Tensor, Tensor]:
         """The parameters [P] after a merge, and the replies' weights float64 [M]."""

@@ -13,7 +13,7 @@ The scale and the inputs of the hash loss are options of the base, so that FedAv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from fedmq.config.sections import NonNegative, Positive
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
+    Added,
     Context,
     FederatedProtocol,
     Local,
@@ -32,10 +33,13 @@ from fedmq.federation.protocol import (
     ReportedValue,
     SiloFacts,
     State,
+    SumLayout,
+    SummedRows,
     Task,
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.models.hash_networks import towers_with
@@ -46,8 +50,9 @@ from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, memory, training
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.losses import cosine
+from protocols.parts.losses import cosine, unit
 from protocols.parts.personal_model import References
+from protocols.parts.prototypes import TOLERANCE
 
 #: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
@@ -337,6 +342,41 @@ class FedCafe(FederatedProtocol):
         )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
         return MergeResult(State(theta, tensors, state.values), log)
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """Updates and memories as secure sums; a row of the global memory is of the silos of this round."""
+        weighted, layout = self.fedavg.weigh(state, replies, round_), self.sum_layout()
+        if not self.remembers:
+            return weighted
+
+        def finish(added: Added) -> MergeResult:
+            merged = weighted.finish(added)
+            means, known = aggregation.means_of(added.means, layout, Memory)
+            reports = (reply.report for reply in added.replies)
+            support = torch.stack([as_tensor(report.support) for report in reports if report is not None]).sum(0)
+            tensors = {
+                **state.tensors,
+                "memory": torch.where(known[:, None], unit(means).float(), state.tensors["memory"]),
+                "memory_support": torch.where(known, support, state.tensors["memory_support"]),
+            }
+            return replace(merged, state=replace(merged.state, tensors=tensors))
+
+        rows = {**weighted.rows, **aggregation.row_weights(replies, layout, Memory, weighted=True)}
+        return replace(weighted, rows=rows, finish=finish)
+
+    def sum_layout(self) -> SumLayout:
+        """The update and the memory, whose rows are means of unit vectors."""
+        rows: Mapping[type[Payload], SummedRows] = {Memory: SummedRows(self.classes, self.bits, 1 + TOLERANCE)}
+        return replace(self.fedavg.sum_layout(), rows=rows if self.remembers else {})
+
+    def no_sum(self) -> str:
+        """Which options need single memories, or compare updates."""
+        options = self.options
+        if options.weighted_agg:
+            return "weighted_agg true compares each silo's memory with the global one; allowed: false"
+        if self.remembers and options.memory != "class_mean":
+            return f"memory {options.memory} clusters the silos' memories; allowed: class_mean"
+        return self.fedavg.no_sum()
 
     def _report(self, reply: Update) -> memory.Rows:
         """A reply's memory; rows longer than 1, which no honest silo sends, are scaled to length 1."""

@@ -25,6 +25,7 @@ from fedmq.federation.protocol import (
     Task,
     Trained,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
@@ -177,6 +178,19 @@ class FedCmr(PartialFedAvg):
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Add the weighted, damped updates of the common layer."""
+        table, weights = self._weighed(state, replies, round_)
+        return MergeResult(replace(self.averaged(state, replies, weights), tensors=table))
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the table either."""
+
+        def merged(after: State, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
+            return MergeResult(replace(after, tensors=self._weighed(state, arrived, round_)[0]))
+
+        return self.summed(state, replies, self._weighed(state, replies, round_)[1], merged)
+
+    def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The table after a merge, and the damped weights [M] of the replies."""
         samples = [reply.samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule uses summed losses; replies carry mean losses, as in all methods.
@@ -188,8 +202,7 @@ class FedCmr(PartialFedAvg):
         pool = reported if self.sums == "reporters" else table[_LOSSES][known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
-        merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
-        return MergeResult(replace(merged, tensors=table))
+        return table, aggregation.damped_of(weights, replies)
 
 
 PROTOCOL = FedCmr

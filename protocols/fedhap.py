@@ -25,16 +25,19 @@ from fedmq.config.sections import Count, NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
+    Added,
     Context,
     FederatedProtocol,
     Local,
     MergeResult,
     SiloFacts,
     State,
+    SumLayout,
     Task,
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.federation.updates import mixed
@@ -390,6 +393,38 @@ class FedHap(FederatedProtocol):
         if self._shares_discriminator:
             tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
         return replace(merged, state=replace(merged.state, tensors=tensors))
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """Networks, discriminators and class means as secure sums; a prototype's votes are those of this round."""
+        layout, weighted = self.sum_layout(), self.fedavg.weigh(state, replies, round_)
+        rows = {**weighted.rows, **dict.fromkeys((kind.KIND for kind in layout.changes), weighted.weights)}
+        for kind in layout.rows:
+            rows |= aggregation.row_weights(replies, layout, kind, weighted=False)
+
+        def finish(added: Added) -> MergeResult:
+            merged = weighted.finish(added)
+            tensors = dict(merged.state.tensors)
+            if self.prototypes:
+                tensors |= class_prototypes.updated_by_sum(tensors, added.means, layout)
+                means, valid = tensors[class_prototypes.GLOBAL], tensors[class_prototypes.VALID]
+                tensors[_CODES] = binary_prototypes(means, valid, tensors[_CODES], self.hysteresis)
+            if (step := added.means.get(DiscriminatorDelta.KIND)) is not None:
+                tensors[_CHANGE] = (tensors[_CHANGE].double() + step).float()
+            return replace(merged, state=replace(merged.state, tensors=tensors))
+
+        return replace(weighted, rows=rows, finish=finish)
+
+    def sum_layout(self) -> SumLayout:
+        """The update, the discriminator's and the class means."""
+        rows = class_prototypes.summed(self.context, len(self.columns), class_prototypes.longest_code(self.context))
+        changes: Mapping[type[Payload], int] = (
+            {DiscriminatorDelta: self.layout.size} if self._shares_discriminator else {}
+        )
+        return replace(self.fedavg.sum_layout(), changes=changes, rows=rows if self.prototypes else {})
+
+    def no_sum(self) -> str:
+        """Why a merge without conflicts is no sum."""
+        return self.fedavg.no_sum()
 
     def mix_state(self, before: State, after: State, rate: float) -> State:
         """The discriminator moves by the same fraction as the networks."""

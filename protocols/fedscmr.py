@@ -33,6 +33,7 @@ from fedmq.federation.protocol import (
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -312,15 +313,28 @@ class FedScmr(PartialFedAvg):
     # ----------------------------------------------------------------------- coordinator side
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
+        table, weights = self._weighed(state, replies, round_)
+        merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
+        return MergeResult(replace(merged, tensors=table), _logged(replies, weights))
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the table either."""
+
+        def merged(after: State, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
+            table, _ = self._weighed(state, arrived, round_)
+            return MergeResult(replace(after, tensors=table), _logged(arrived, weights))
+
+        weights = aggregation.damped_of(self._weighed(state, replies, round_)[1], replies)
+        return self.summed(state, replies, weights, merged)
+
+    def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The table after a merge, and the weights [M] of the replies by eq 13."""
         table = aggregation.updated_table(
             state.tensors, replies, _VERSIONS, {_TABLE: [self._scalars(reply) for reply in replies]}
         )
         rows = torch.tensor([reply.silo.index for reply in replies])
         known = aggregation.still_known(table[_VERSIONS], round_, self.context.max_age, replies)
-        weights = self._weights(table[_TABLE], rows, known)
-        merged = self.averaged(state, replies, aggregation.damped_of(weights, replies))
-        log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
-        return MergeResult(replace(merged, tensors=table), log)
+        return table, self._weights(table[_TABLE], rows, known)
 
     def _scalars(self, reply: Update) -> Tensor:
         """A reply's row of the table, float64 [4]."""
@@ -345,6 +359,10 @@ class FedScmr(PartialFedAvg):
             weights = contribution(samples, labels.clamp_min(1), losses, maps, gamma)
         weights = weights[torch.isin(known, rows)]
         return weights / weights.sum()
+
+
+def _logged(replies: Sequence[Update], weights: Tensor) -> dict[str, float]:
+    return {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
 
 
 def _filled(maps: Tensor, table: Tensor) -> Tensor:

@@ -40,23 +40,26 @@ from fedmq.config.sections import NonNegative, Positive
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
+    Added,
     Context,
     FederatedProtocol,
     Local,
     MergeResult,
     SiloFacts,
     State,
+    SumLayout,
     Task,
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from protocols import fedavg
-from protocols.parts import centroids, class_prototypes, personal_model, training
+from protocols.parts import aggregation, centroids, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.losses import cosine, unit
@@ -275,6 +278,27 @@ class Mfcpl(FederatedProtocol):
         tensors |= class_prototypes.updated(tensors, prototypes, round_, max_age=self.context.max_age, weighted=False)
         return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """Updates and class prototypes as secure sums; a prototype is of the silos of this round."""
+        weighted, layout = self.fedavg.weigh(state, replies, round_), self.sum_layout()
+
+        def finish(added: Added) -> MergeResult:
+            merged = weighted.finish(added)
+            tensors = {**merged.state.tensors, **class_prototypes.updated_by_sum(state.tensors, added.means, layout)}
+            return replace(merged, state=replace(merged.state, tensors=tensors))
+
+        rows = {**weighted.rows, **aggregation.row_weights(replies, layout, ClassPrototypes, weighted=False)}
+        return replace(weighted, rows=rows, finish=finish)
+
+    def sum_layout(self) -> SumLayout:
+        """The update and the class prototypes of both modalities."""
+        rows = class_prototypes.summed(self.context, 2 * self.classes, class_prototypes.longest_code(self.context))
+        return replace(self.fedavg.sum_layout(), rows=rows)
+
+    def no_sum(self) -> str:
+        """Why a merge with pseudo-classes, or without conflicts, is no sum."""
+        return "without labels it clusters the silos' centroids" if self.pseudo else self.fedavg.no_sum()
+
     def check(self, payloads: Sequence[Payload]) -> None:
         """Check the class prototypes or centroids of a reply, if any.
 
@@ -283,7 +307,7 @@ class Mfcpl(FederatedProtocol):
                 although the data have labels, or centroids of more samples in total than the update.
         """
         longest = class_prototypes.longest_code(self.context)
-        samples = next(payload.n_samples for payload in payloads if isinstance(payload, Delta | PartialDelta))
+        changes = [payload.n_samples for payload in payloads if isinstance(payload, Delta | PartialDelta)]
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
@@ -291,7 +315,7 @@ class Mfcpl(FederatedProtocol):
                 rows = self.classes if payload.modality == "text" else 2 * self.classes
                 class_prototypes.check_rows(payload, rows, self.context.dim, longest)
                 # Sizes weight the centroids of the fixed pseudo-classes; each sample belongs to one centroid.
-                if payload.modality == "text" and (most := sum(payload.counts.tolist())) > samples:
+                if payload.modality == "text" and (most := sum(payload.counts.tolist())) > (samples := sum(changes)):
                     raise RemoteWireError("malformed", f"centroids of {most} samples, the update of {samples}")
 
     def _stored_centroids(

@@ -11,7 +11,6 @@ eqs 12 and 13) each silo also fine-tunes a personal adapter on its embeddings, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,6 +26,7 @@ from fedmq.federation.protocol import (
     ReportedValue,
     SiloFacts,
     State,
+    SumLayout,
     Task,
     Trained,
     Traits,
@@ -57,7 +57,7 @@ from protocols.parts.losses import (
     unit,
 )
 from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.router import Statistics
+from protocols.parts.router import Routed, Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -103,17 +103,6 @@ def local_loss(
         ]
         terms.append(prototype_regulariser(pairs, options.lambda_a))
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
-
-
-@dataclass(frozen=True)
-class _Routed:
-    """The weights of a merge, and what the coordinator's state becomes with them."""
-
-    weights: Tensor  # float64 [M], sum 1
-    statistics: Statistics  # of the M replies
-    kept: Mapping[str, Tensor]  # tables, fairness tensors and personal weights
-    adam: router.Adam
-    log: Mapping[str, float]
 
 
 class Rcsr(FederatedProtocol):
@@ -205,7 +194,6 @@ class Rcsr(FederatedProtocol):
         return Traits(
             personalised=options.personal != "none",
             unpaired="anchored" if anchored or aligned else "ignored",
-            adds_sum=options.anchor != "multi" and options.branch_renorm != "conflict_free",
         )
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
@@ -302,10 +290,18 @@ class Rcsr(FederatedProtocol):
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the tables either."""
         weights, renorm = self._weighed(state, replies, round_).weights, self.options.branch_renorm
-        rows = aggregation.branch_rows(replies, weights, self.branches, renorm)
-        return WeightedSum(weights, rows, renorm is True, partial(self._merged, state=state, round_=round_))
+        merged = partial(self._merged, state=state, round_=round_)
+        return aggregation.sum_of(state.theta, replies, weights, self.branches, renorm, merged)
 
-    def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> _Routed:
+    def sum_layout(self) -> SumLayout:
+        """The whole update; the router needs single prototypes."""
+        return SumLayout(self.context.layout, None, self.branches)
+
+    def no_sum(self) -> str:
+        """Why a merge without conflicts, or with centroids, is no sum."""
+        return "anchor multi needs single centroids" if self.multi else aggregation.no_sum(self.options.branch_renorm)
+
+    def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> Routed:
         """The weights of the replies, and what the router, q and the tables become with them."""
         options, tensors, statistics = self.options, state.tensors, self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
@@ -328,7 +324,7 @@ class Rcsr(FederatedProtocol):
             weights = fairness.fused_weights(weights, minimax["fair_log_q"][rows])
         weights = aggregation.damped_of(weights, replies)
         kept = {**table, **minimax, **self._personal_weights(tensors, rows, *within)}
-        return _Routed(weights, statistics, kept, adam, log)
+        return Routed(weights, statistics, kept, adam, log)
 
     def _merged(
         self,
@@ -338,7 +334,7 @@ class Rcsr(FederatedProtocol):
         *,
         state: State,
         round_: int,
-        routed: _Routed | None = None,
+        routed: Routed | None = None,
     ) -> MergeResult:
         """The result of a merge from its parameters, replies and weights; in a secure sum, of the silos in it alone."""
         options, tensors = self.options, state.tensors

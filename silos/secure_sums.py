@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.protocol import SiloFacts, SumLayout
 from fedmq.federation.updates import read_only
 from fedmq.profiling import span
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, write_atomically
 from fedmq.wire import secure_sum
+from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
-from fedmq.wire.layout import Layout
+from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Message
 from fedmq.wire.payloads import (
     F32,
+    I64,
     Delta,
     MaskedUpdate,
     PartialDelta,
@@ -39,6 +42,7 @@ from fedmq.wire.payloads import (
     SumKeys,
     SumWeights,
     Survivors,
+    tensors,
 )
 from fedmq.wire.secure_sum import RoundSecrets, Sum, refused
 from protocols.parts import aggregation
@@ -64,6 +68,18 @@ def _kept_secret(path: Path) -> bytes:
     return found
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a silo keeps for the sum of a round, and its part in each section, by name."""
+
+    version: int
+    values: Mapping[str, F32]
+    holds: Mapping[str, bool]  # whether it has something to add to the section
+    trained: tuple[str, ...]  # branches that it changes
+    samples: int  # that the update was trained on
+    support: I64  # samples behind each row [C]
+
+
 class SecureSums:
     """A silo's secrets, and the update that it keeps for the sum of the present round.
 
@@ -82,49 +98,66 @@ class SecureSums:
     ) -> None:
         options = run.scenario.privacy.secure_aggregation
         assert options is not None  # noqa: S101 - made only for runs with secure aggregation
-        self._options, self._run, self._identity, self._accepted, self._log = options, run.id, identity, accepted, log
-        self._roster = secure_sum.roster_digest(str(keys), accepted, run.scenario.silo_names)
+        self._options, self._run, self._identity, self._log = options, run.id, identity, log
+        self._accepted = {**accepted, identity.name: identity.key.public_key()}  # a site need not accept its own key
+        self._roster = secure_sum.roster_digest(str(keys), self._accepted, run.scenario.silo_names)
         self._secret = _kept_secret(RunFolder(out).silo_state(identity.name) / "sums.key")
-        self._kept: tuple[int, F32] | None = None  # version and whole update float32 [P]
+        self._kept: _Kept | None = None
+        self._checked = 0, ""  # version and digest of the list of keys that was checked last
 
     def _own(self, version: int) -> RoundSecrets:
         return RoundSecrets.derive(self._secret, self._run, version)
 
     def withhold(
-        self, version: int, payloads: tuple[Payload, ...], layout: Layout, silo: SiloFacts
+        self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts
     ) -> tuple[Payload, ...]:
-        """Keep the update of a reply to a task of a version, and report on it instead.
+        """Keep what of a reply to a task of a version goes through the sum, and report on it instead.
 
         Raises:
-            RunError: a parameter changes by more than ``privacy.secure_aggregation.range``, or not to a finite number.
+            RunError: a value is not finite, or larger than a sum allows.
         """
-        sent: list[Payload] = []
-        for payload in payloads:
-            if not isinstance(payload, Delta | PartialDelta):
-                sent.append(payload)
-                continue
-            whole = completed(payload, layout, None, silo)
-            assert isinstance(whole, Delta)  # noqa: S101 - methods whose merge adds a sum share the whole model
-            if not payload.largest <= (most := self._options.range):
-                raise RunError(
-                    f"an update that changes a parameter by {payload.largest:.3g}, allowed: at most {most:g}, "
-                    "privacy.secure_aggregation.range"
-                )
-            change = np.asarray(whole.buffer)
-            self._kept, tensor = (version, change), read_only(change)
-            trained = [
-                name
-                for name, part in aggregation.branch_slices(layout).items()
-                if aggregation.trained(tensor, part, aggregation.owns(silo, name))
-            ]
-            own = self._own(version)
-            sent.append(
-                secure_sum.report(self._identity, own, self._run, version, self._roster, payload.n_samples, trained)
-            )
-        return tuple(sent)
+        kept = self._kept = self._split(version, payloads, layout, silo)
+        own = self._own(version)
+        report = secure_sum.report(
+            self._identity, own, self._run, version, self._roster, kept.samples, kept.trained, kept.support
+        )
+        signed = {name: getattr(report, name).tobytes().hex() for name in ("keys", "commitment", "signature")}
+        self._log.note(LogEvent.SUM_KEYS, version=version, roster=report.roster, **signed)
+        return report, *(payload for payload in payloads if type(payload) not in layout.kinds)
+
+    def _split(self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts) -> _Kept:
+        values, holds, trained, samples = dict[str, F32](), dict[str, bool](), list[str](), 0
+        support = {kind: np.zeros(rows.count, np.int64) for kind, rows in layout.rows.items()}
+        for payload in (each for each in payloads if type(each) in layout.kinds):
+            first, *others = tensors(payload)
+            if isinstance(payload, Delta | PartialDelta):
+                whole = completed(payload, layout.layout, layout.layers, silo)
+                assert isinstance(whole, Delta | PartialDelta)  # noqa: S101 - completing a change gives one
+                change, samples = np.asarray(whole.buffer), payload.n_samples
+                for name, part in layout.branches.items():
+                    values[name], holds[name] = change[part], aggregation.owns(silo, name)
+                    if aggregation.trained(read_only(change), part, holds[name]):
+                        trained.append(name)
+            elif type(payload) in layout.changes:
+                values[payload.KIND], holds[payload.KIND] = first, True
+            else:
+                support[type(payload)] = others[0]
+                for name, row, count in zip(layout.row_names(type(payload)), first, others[0], strict=True):
+                    values[name], holds[name] = row, bool(count)
+        for name, most in zip(layout.sizes, layout.bounds(self._options.range), strict=True):
+            section = values[name] if holds.get(name) else np.zeros(0, np.float32)
+            found = float(np.max([-section.min(initial=0.0), section.max(initial=0.0)]))
+            if not found <= most:
+                what = f"an update that changes a parameter by {found:.3g}, allowed: at most {most:g}, "
+                what += "privacy.secure_aggregation.range"
+                if name not in list(layout.sizes)[: layout.first_row]:  # the method bounds its rows
+                    what = f"a row {name} with {found:.3g}, allowed: at most {most:g}"
+                raise RunError(what)
+        counts = [*support.values(), np.zeros(0, np.int64)]
+        return _Kept(version, values, holds, tuple(trained), samples, np.concatenate(counts))
 
     @span("compute")
-    def respond(self, message: Message, layout: Layout) -> tuple[Payload, ...]:
+    def respond(self, message: Message, layout: SumLayout) -> tuple[Payload, ...]:
         """The payloads of the answer to a step of a secure sum.
 
         Raises:
@@ -135,9 +168,10 @@ class SecureSums:
             match message.payloads:
                 case (SumKeys() as keys,):
                     self._check_keys(version, keys)
+                    self._log.note(LogEvent.SUM_SILOS, version=version, silos=", ".join(keys.silos))
                     return (self._shares(version, keys),)
                 case (SumKeys() as keys, SumWeights() as weights):
-                    return (self._masked(self._sum(version, keys, weights, layout), layout),)
+                    return (self._masked(self._sum(version, keys, weights, layout), layout.layout.digest),)
                 case (SumKeys() as keys, SumWeights() as weights, Survivors() as left, SealedShares() as shares):
                     return (self._revealed(self._sum(version, keys, weights, layout), left, shares),)
             raise refused("a step of a secure sum with other payloads")
@@ -146,8 +180,10 @@ class SecureSums:
             raise
 
     def _check_keys(self, version: int, keys: SumKeys) -> None:
-        """Check that the keys of a round are those that accepted silos and this one signed for it."""
+        """Check that the keys of a round are those that accepted silos and this one signed for it; once for a list."""
         name, own = self._identity.name, self._own(version)
+        if self._checked == (checked := (version, digest(keys))):
+            return
         if len(keys.silos) < 2 or not len(keys.keys) == len(keys.commitments) == len(keys.signatures) == len(
             keys.silos
         ):
@@ -159,6 +195,7 @@ class SecureSums:
             secure_sum.check_signature(key, self._run, version, silo, self._roster, *parts)
         if name not in keys.silos or not np.array_equal(keys.keys[keys.silos.index(name)], own.public):
             raise refused("a list of keys without those of this silo")
+        self._checked = checked
 
     def _least(self, keys: SumKeys) -> int:
         return secure_sum.needed(len(keys.silos), self._options.threshold)
@@ -172,48 +209,56 @@ class SecureSums:
         shares = [
             b"".join(pair) for pair in zip(*(secure_sum.split(seed, count, least) for seed in seeds), strict=True)
         ]
-        sealed = np.zeros((count, 60), np.uint8)
+        sealed, context = np.zeros((count, 60), np.uint8), self._context(version, keys)
         for place, silo in enumerate(keys.silos):
-            to, context = secure_sum.public_key(keys, silo, 1), self._context(version, keys)
+            to = secure_sum.public_key(keys, silo, 1)
             sealed[place] = secure_sum.seal_share(own.seal_key, to, context, (name, silo), shares[place])
         return SealedShares(sealed)
 
-    def _sum(self, version: int, keys: SumKeys, weights: SumWeights, layout: Layout) -> Sum:
+    def _sum(self, version: int, keys: SumKeys, weights: SumWeights, layout: SumLayout) -> Sum:
         """What the silos of a sum agree on."""
         self._check_keys(version, keys)
-        branches = aggregation.branch_sizes(layout)
-        if weights.layout_digest != layout.digest:
+        if weights.layout_digest != layout.layout.digest:
             raise refused("weights for another layout")
-        secure_sum.check_weights(weights, keys, self._identity.name, tuple(branches))
-        secure_sum.check_policy(weights, self._options, self._least(keys))
-        return Sum(self._run, version, self._roster, keys, weights, tuple(branches.values()))
+        secure_sum.check_weights(weights, keys, self._identity.name, tuple(layout.sizes))
+        secure_sum.check_policy(weights, self._options, self._least(keys), layout.first_row)
+        sizes, bounds = tuple(layout.sizes.values()), layout.bounds(self._options.range)
+        return Sum(self._run, version, self._roster, keys, weights, sizes, bounds, layout.first_row)
 
-    def _masked(self, agreed: Sum, layout: Layout) -> MaskedUpdate:
-        name, own = self._identity.name, self._own(agreed.version)
-        if self._kept is None or self._kept[0] != agreed.version:
+    def _masked(self, agreed: Sum, layout_digest: str) -> MaskedUpdate:
+        name, own, kept = self._identity.name, self._own(agreed.version), self._kept
+        if kept is None or kept.version != agreed.version:
             raise refused("a masked update of a round in which this silo has trained nothing")
-        change, sections, row = self._kept[1], agreed.sections(name), agreed.row(name)
+        sections, row = agreed.sections(name), agreed.row(name)
         total = np.empty(agreed.size(name), np.uint32)
         for place, where in sections.items():
-            start = agreed.offsets[place]
-            values = change[start : start + agreed.sizes[place]]
-            total[where] = secure_sum.fixed_point(values, float(row[place]), self._options.range)
-        agreed.add_own(total, sections, own.own_seed, sign=1)
-        for other in agreed.weights.silos:
-            if other != name:
-                agreed.add_pair(total, sections, own.mask_key, name, other, sign=1)
-        return MaskedUpdate(layout.digest, total)
+            section = agreed.weights.branches[place]
+            if not kept.holds.get(section):
+                # Its zeros would only make the sum look like one of more silos.
+                raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
+            total[where] = secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place])
+        rows = filter(sections.__contains__, range(agreed.first_row, len(agreed.sizes)))
+        masks = [
+            agreed.own_mask(name, own.own_seed, sign=1),
+            *(agreed.row_mask(place, own.row_seed(place), sign=1) for place in rows),
+            *(agreed.pair_mask(own.mask_key, name, each, sign=1) for each in agreed.weights.silos if each != name),
+        ]
+        secure_sum.add_masks(total, sections, masks)
+        return MaskedUpdate(layout_digest, total)
 
     def _revealed(self, agreed: Sum, left: Survivors, sealed: SealedShares) -> RevealedShares:
         name, own, keys = self._identity.name, self._own(agreed.version), agreed.keys
-        secure_sum.check_policy(agreed.weights, self._options, self._least(keys), left)
+        secure_sum.check_policy(agreed.weights, self._options, self._least(keys), agreed.first_row, left)
         if name not in left.silos or len(sealed.sealed) != len(keys.silos):
             raise refused("shares of a sum that this silo's update is not in, or not one for each silo")
-        shares = list[bytes]()
+        shares, context = list[bytes](), self._context(agreed.version, keys)
         for silo in agreed.weights.silos:
-            place, context = keys.silos.index(silo), self._context(agreed.version, keys)
-            sender = secure_sum.public_key(keys, silo, 1)
+            place, sender = keys.silos.index(silo), secure_sum.public_key(keys, silo, 1)
             of_seed, of_key = secure_sum.open_share(own.seal_key, sender, context, (silo, name), sealed.sealed[place])
             # One kind only: with both, the sum would show what this silo sent.
             shares.append(of_seed if silo in left.silos else of_key)
-        return RevealedShares(np.frombuffer(b"".join(shares), np.uint8).reshape(-1, secure_sum.SEED_BYTES).copy())
+        rows = np.zeros((len(agreed.sizes) - agreed.first_row, secure_sum.SEED_BYTES), np.uint8)
+        for place in set(agreed.open_rows(left.silos, self._options)) & set(agreed.places(name)):
+            rows[place - agreed.first_row] = np.frombuffer(own.row_seed(place), np.uint8)
+        revealed = np.frombuffer(b"".join(shares), np.uint8).reshape(-1, secure_sum.SEED_BYTES)
+        return RevealedShares(revealed.copy(), rows)

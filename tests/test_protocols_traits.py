@@ -17,9 +17,8 @@ from fedmq.federation.protocol import (
     FederatedProtocol,
     NoOptions,
     Traits,
-    check_traits,
-    class_problem,
 )
+from protocols import check_traits, class_problem
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from tests import in_process_run
 from tests.small_federation import population
@@ -148,7 +147,7 @@ def test_class_problem_explains_why_an_object_is_not_a_method(given: object, tol
 
 def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
     run = population("fedavg")
-    assert run.protocol.traits() == Traits(adds_sum=True) == type(run.protocol).traits_of(AnchoredOptions())
+    assert run.protocol.traits() == Traits() == type(run.protocol).traits_of(AnchoredOptions())
     assert run.protocol.release(run.state) == ()
     after = run.protocol.merge(run.state, run.replies(), 0).state
     assert run.protocol.mix_state(run.state, after, 0.5) is after

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from Crypto.Protocol.SecretSharing import Shamir
 
-from coordinator.round_events import Arrived, Collect, Stage
-from coordinator.run_context import CostModel, RunContext
-from coordinator.secure_sums import Answer, SecureSums
+from coordinator.round_events import Stage
+from coordinator.secure_sums import Answer
 from fedmq.clock import VirtualClock
-from fedmq.config.sections import Cost
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import State, Update
-from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import secure_sum
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
@@ -34,107 +31,32 @@ from fedmq.wire.secure_sum import RoundSecrets
 from protocols.parts import aggregation
 from silos.program import AgreedSchedule
 from silos.secure_sums import SecureSums as OfSilo
+from tests.secure_round import KINDS, NAMES, SIZES, Round, begin
 from tests.small_federation import population
-from tests.threaded_run import resolved, run_of
+from tests.threaded_run import run_of
 
-COUNT = 5
-NAMES = tuple(f"silo-{index:02d}" for index in range(COUNT))
-#: One silo without images, one without captions.
-KINDS = ((True, True), (True, True), (False, True), (True, True), (True, False))
 LARGEST = 2.0**-4
-
-
-@dataclass
-class Round:
-    """A coordinator and its silos in one round of a secure sum, called by the test instead of the rounds machine."""
-
-    coordinator: SecureSums
-    silos: dict[str, OfSilo]
-    folder: Path
-    context: RunContext
-    state: State
-    deltas: dict[str, Delta]
-    version: int = 2
-    updates: dict[str, Update] = field(default_factory=dict)
-
-    def answer(self, silo: str, payloads: Sequence[Payload]) -> Payload:
-        """What a silo answers in a step."""
-        header = Header(
-            run="run-0",
-            kind=Kind.SUM,
-            sender="coordinator",
-            receiver=silo,
-            sequence=3,
-            base_version=self.version,
-            sent_at=0.0,
-        )
-        (payload,) = self.silos[silo].respond(Message(header, tuple(payloads)), self.context.context.layout)
-        return payload
-
-    def reported(self, *silos: str) -> None:
-        """These silos train and report."""
-        layout = self.context.context.layout
-        for silo in self.context.context.silos:
-            if silo.name in silos:
-                payloads = self.silos[silo.name].withhold(self.version, (self.deltas[silo.name],), layout, silo)
-                self.updates[silo.name] = Update(silo, 3, self.version, 0, 1.0, payloads)
-        self.collect(Stage.TRAIN, {name: self.updates[name] for name in silos})
-
-    def step(self, stage: Stage, *silos: str) -> dict[str, Payload]:
-        """These silos answer a step."""
-        found = {name: self.answer(name, self.coordinator.request(stage, name)) for name in silos}
-        self.collect(stage, {name: Answer(3, payload) for name, payload in found.items()})  # type: ignore[arg-type]
-        return found
-
-    def collect(self, stage: Stage, answers: Mapping[str, Update | Answer]) -> None:
-        replies = tuple(Arrived(name, 3) for name in answers)
-        self.coordinator.collect(
-            Collect(self.version, stage, replies), answers, {self.version: self.state}, dict.fromkeys(NAMES, 0)
-        )
-
-    def merged(self, *silos: str) -> torch.Tensor:
-        theta: torch.Tensor = self.coordinator.merge(
-            self.state, [self.updates[name] for name in silos], self.version
-        ).state.theta
-        return theta
-
-    def fixed_point_sum(self, *silos: str) -> np.ndarray:
-        """The plain sum of the weighted updates of these silos in fixed point, [P]."""
-        agreed = self.coordinator._sum
-        assert agreed is not None
-        total = np.zeros(sum(agreed.sizes), np.uint32)
-        for name in silos:
-            for place in agreed.branches(name):
-                part = slice(agreed.offsets[place], agreed.offsets[place] + agreed.sizes[place])
-                change = np.asarray(self.deltas[name].buffer)[part]
-                total[part] += secure_sum.fixed_point(change, float(agreed.row(name)[place]), LARGEST)
-        return secure_sum.decoded(total, LARGEST)
 
 
 @pytest.fixture
 def start(tiny: Path, tmp_path: Path) -> Round:
     """A round in which nothing has happened."""
-    federation = population("fedavg", {"single_modality": "idle"}, kinds=KINDS, sizes=[11, 9, 7, 5, 8])
-    settings = ("protocol=fedavg", f"silos.count={COUNT}", f"privacy.secure_aggregation={{range: {LARGEST}}}")
-    scenario = resolved(tiny, *settings, "missing_modality.silos={silo-02: text, silo-04: image}")
-    cost = CostModel(Cost(), 0, NAMES, 1, 1, 1)
-    context = RunContext(scenario, federation.protocol, federation.context, (11, 9, 7, 5, 8), cost, RunFolder(tmp_path))
-    keys, run = tmp_path / "keys", run_of(scenario)
-    init_keys(keys, ("coordinator", "evaluator", *NAMES))
-    accepted = load_accepted(keys)
-    log = MessageLog(tmp_path / "coordinator.jsonl", "coordinator", VirtualClock())
-    silos = {}
-    for name in NAMES:
-        of_silo = MessageLog(tmp_path / f"{name}.jsonl", name, VirtualClock())
-        silos[name] = OfSilo(run, load_identity(keys, name), accepted, keys, tmp_path, of_silo)
-    generator = np.random.default_rng(0)
-    deltas = {}
-    for silo in context.context.silos:
-        change = generator.uniform(-LARGEST, LARGEST, federation.model.layout.size).astype(np.float32)
-        for branch, part in aggregation.branch_slices(federation.model.layout).items():
+    federation = population("fedavg", {"single_modality": "idle"}, kinds=KINDS, sizes=SIZES)
+    generator, layout = np.random.default_rng(0), federation.model.layout
+    replies = dict[str, tuple[Payload, ...]]()
+    for silo in federation.context.silos:
+        change = generator.uniform(-LARGEST, LARGEST, layout.size).astype(np.float32)
+        for branch, part in aggregation.branch_slices(layout).items():
             change[part] *= aggregation.owns(silo, branch)
-        deltas[silo.name] = Delta(federation.model.layout.digest, change, 5 + silo.index)
-    return Round(SecureSums(context, accepted, run.id, log), silos, tmp_path, context, federation.state, deltas)
+        replies[silo.name] = (Delta(layout.digest, change, 5 + silo.index),)
+    settings = ("protocol=fedavg", f"privacy.secure_aggregation={{range: {LARGEST}}}")
+    return begin(tiny, tmp_path, federation, replies, *settings)
+
+
+def delta_of(start: Round, silo: str) -> Delta:
+    (delta,) = start.replies[silo]
+    assert isinstance(delta, Delta)
+    return delta
 
 
 def test_the_sum_is_the_plain_one_to_the_bit_whoever_drops_out(start: Round) -> None:
@@ -144,17 +66,15 @@ def test_the_sum_is_the_plain_one_to_the_bit_whoever_drops_out(start: Round) -> 
     masked = start.step(Stage.MASK, *alive)
     start.step(Stage.REVEAL, *alive)
     assert start.coordinator.complete
-    expected = start.fixed_point_sum(*alive)
-    assert np.array_equal(np.asarray(start.coordinator._total), expected)
+    found = start.coordinator._sections
+    assert found is not None
+    for mine, expected in zip(found.values(), start.fixed_point_sums(*alive).values(), strict=True):
+        assert np.array_equal(mine, expected)
     # What left a silo is not its update: its values are as good as random.
     values = np.concatenate([np.asarray(masked[name].buffer) for name in alive]) / 2**32  # type: ignore[attr-defined]
     assert abs(values.mean() - 0.5) < 5 / np.sqrt(12 * values.size)
     # Each branch is divided by the weights that arrived, as the plain merge of these replies does.
-    plain = [
-        replace(start.updates[name], payloads=(start.deltas[name], *start.updates[name].payloads[1:])) for name in alive
-    ]
-    theta = start.context.protocol.merge(start.state, plain, start.version).state.theta
-    assert torch.allclose(start.merged(*alive), theta, rtol=0, atol=1e-7)
+    assert torch.allclose(start.merged(*alive).theta, start.plain(*alive).theta, rtol=0, atol=1e-7)
 
 
 def refused(start: Round, silo: str, payloads: Sequence[Payload], text: str, reason: str = "sum") -> None:
@@ -222,7 +142,7 @@ def test_the_coordinator_refuses_a_silo_that_accepts_other_keys_and_a_silo_witho
     log = MessageLog(start.folder / "x.jsonl", "silo-00", VirtualClock())
     strange = OfSilo(run, load_identity(keys, "silo-00"), load_accepted(other), other, start.folder, log)
     silo = start.context.context.silos[0]
-    payloads = strange.withhold(2, (start.deltas["silo-00"],), start.context.context.layout, silo)
+    payloads = strange.withhold(2, start.replies["silo-00"], start.layout, silo)
     header = Header(
         run="run-0",
         kind=Kind.REPLY,
@@ -280,6 +200,7 @@ def test_shares_are_of_one_kind_and_too_few_of_them_say_nothing(start: Round) ->
         if name not in alive:
             wanted, other = other, wanted
         assert secure_sum.combined(shares) == wanted
+        assert Shamir.combine([(place + 1, share) for place, share in shares.items()]) == wanted
         for left_out in shares:  # three colluding silos, one less than needed
             few = {place: share for place, share in shares.items() if place != left_out}
             assert secure_sum.combined(few) not in (wanted, other)
@@ -292,7 +213,7 @@ def test_a_sum_that_cannot_be_opened_ends_the_round_and_names_the_silo(start: Ro
     found = {name: start.answer(name, start.coordinator.request(Stage.REVEAL, name)) for name in NAMES}
     lie = found["silo-01"]
     assert isinstance(lie, RevealedShares)
-    found["silo-01"] = RevealedShares(lie.shares ^ np.eye(5, 16, dtype=np.uint8))
+    found["silo-01"] = RevealedShares(lie.shares ^ np.eye(5, 16, dtype=np.uint8), lie.rows)
     start.collect(Stage.REVEAL, {name: Answer(3, found[name]) for name in NAMES})  # type: ignore[arg-type]
     assert not start.coordinator.complete
     assert (
@@ -302,27 +223,26 @@ def test_a_sum_that_cannot_be_opened_ends_the_round_and_names_the_silo(start: Ro
 
 def test_an_update_out_of_range_is_refused_at_the_silo_and_never_clipped(start: Round) -> None:
     change = np.zeros(start.context.context.layout.size, np.float32)
-    silo, layout = start.context.context.silos[0], start.context.context.layout
+    silo, digest = start.context.context.silos[0], start.context.context.layout.digest
     for value, shown in ((LARGEST * 1.01, "0.0631"), (np.nan, "nan")):
         change[7] = value
         with pytest.raises(RunError, match=f"changes a parameter by {shown}, allowed: at most 0.0625"):
-            start.silos["silo-00"].withhold(2, (Delta(layout.digest, change, 5),), layout, silo)
+            start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo)
     change[7] = LARGEST
-    start.silos["silo-00"].withhold(2, (Delta(layout.digest, change, 5),), layout, silo)
+    start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo)
 
 
 def test_a_branch_whose_weights_would_single_a_silo_out_is_left_as_it_is(start: Round) -> None:
+    text = aggregation.branch_slices(start.context.context.layout)["text"]
     for name in ("silo-01", "silo-03"):  # the captions' branch is trained by silo-00 and, with one sample, silo-02
-        delta = start.deltas[name]
-        changed = np.array(delta.buffer)
-        changed[aggregation.branch_slices(start.context.context.layout)["text"]] = 0.0
-        start.deltas[name] = replace(delta, buffer=changed)
-    start.deltas["silo-00"] = replace(start.deltas["silo-00"], n_samples=11)
-    start.deltas["silo-02"] = replace(start.deltas["silo-02"], n_samples=1)
+        changed = np.array(delta_of(start, name).buffer)
+        changed[text] = 0.0
+        start.replies[name] = (replace(delta_of(start, name), buffer=changed),)
+    start.replies["silo-00"] = (replace(delta_of(start, "silo-00"), n_samples=11),)
+    start.replies["silo-02"] = (replace(delta_of(start, "silo-02"), n_samples=1),)
     start.reported(*NAMES)
     for stage in (Stage.SHARE, Stage.MASK, Stage.REVEAL):
         start.step(stage, *NAMES)
-    merged = start.merged(*NAMES)
-    text = aggregation.branch_slices(start.context.context.layout)["text"]
+    merged = start.merged(*NAMES).theta
     assert torch.equal(merged[text], start.state.theta[text]) and not torch.equal(merged, start.state.theta)
     assert "branch_left_alone" in (start.folder / "coordinator.jsonl").read_text()

@@ -15,8 +15,10 @@ from fedmq.wire.key_requests import (
     Acceptance,
     KeyRequest,
     acceptance_of,
+    make_roster,
     new_request,
     read_request,
+    read_roster,
     statement_of,
 )
 from fedmq.wire.keys import (
@@ -254,3 +256,52 @@ def test_the_commands_make_accept_show_and_remove_a_key(tmp_path: Path) -> None:
     fedmq("remove", "silo-03", "--keys", tmp_path / "keys")
     assert fedmq("show", tmp_path / "keys") == ""
     assert "simulations" in fedmq("init", tmp_path / "all", "--silos", 2)
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Path:
+    """Folders of keys of a coordinator and two sites, and their roster."""
+    for name in ("coordinator", "silo-00", "silo-01"):
+        new_request(tmp_path / name, name)
+    requests = [str(tmp_path / name / f"{name}.request") for name in ("silo-00", "silo-01")]
+    arguments = ["keys", "roster", str(tmp_path / "roster"), *requests, "--keys", str(tmp_path / "coordinator")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    return tmp_path
+
+
+def test_a_roster_is_accepted_as_a_whole_and_has_the_same_words_everywhere(sites: Path) -> None:
+    printed = set()
+    for name in ("coordinator", "silo-00", "silo-01"):
+        result = CliRunner().invoke(app, ["keys", "accept", str(sites / name), str(sites / "roster")])
+        assert result.exit_code == 0, result.output
+        (line,) = (line for line in result.output.splitlines() if "words of the roster" in line)
+        printed.add(line)
+        assert set(load_accepted(sites / name)) == {"coordinator", "silo-00", "silo-01"}
+    assert len(printed) == 1 and len(printed.pop().split()) == 4 + 12
+    assert accepted_words(sites / "silo-00", "silo-01") == words(load_identity(sites / "silo-01", "silo-01"))
+
+
+def test_a_roster_that_was_changed_or_has_an_invented_key_is_refused(sites: Path) -> None:
+    good = json.loads((sites / "roster").read_text())
+    _, invented = new_request(sites / "invented", "silo-00")
+    requests = [invented.plain() if each["name"] == "silo-00" else each for each in good["requests"]]
+    forged = make_roster(
+        sites / "forged",
+        sites / "coordinator",
+        "coordinator",
+        [sites / "invented" / "silo-00.request", sites / "silo-01" / "silo-01.request"],
+    )
+    for changed, text in (
+        (good | {"signature": "00" * 64}, "wrong signature"),
+        (good | {"requests": requests}, "wrong signature"),
+        (good | {"requests": [*good["requests"], good["requests"][0]]}, "two keys of one name"),
+        (good | {"requests": good["requests"][1:]}, "none of its signer"),
+        (forged.plain(), "another key of silo-00 than in"),
+    ):
+        (sites / "other").write_text(json.dumps(changed))
+        with pytest.raises(InputError, match=text):
+            read_roster(sites / "other", sites / "silo-00")
+    # The other site has no key by which it could tell; the words of the roster differ.
+    assert (
+        read_roster(sites / "forged", sites / "silo-01").words != read_roster(sites / "roster", sites / "silo-00").words
+    )

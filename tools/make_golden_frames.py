@@ -111,7 +111,8 @@ def _of_data() -> dict[str, Message]:
 def _of_sums() -> dict[str, Message]:
     """A silo's messages of a secure sum, and the request of its last step, which has all that the others have."""
     silos, two = ("silo-00", "silo-01"), np.arange(128, dtype=np.uint8).reshape(2, 2, 32)
-    report = UpdateReport(300, ("text", "image"), LAYOUT.digest, two[0], two[1, 0], np.arange(64, dtype=np.uint8))
+    parts = LAYOUT.digest, two[0], two[1, 0], np.arange(64, dtype=np.uint8)
+    report = UpdateReport(300, ("text", "image"), np.array([7, 0, 300]), *parts)
     sealed = SealedShares(np.arange(120, dtype=np.uint8).reshape(2, 60))
     weights = SumWeights(LAYOUT.digest, silos, ("text", "image"), np.array([[0.25, 0.75], [1.0, 0.0]]))
     keys = SumKeys(silos, two, two[:, 0].copy(), two.reshape(2, 64))
@@ -119,7 +120,9 @@ def _of_sums() -> dict[str, Message]:
         "update_report": report,
         "sealed_shares": sealed,
         "masked_update": MaskedUpdate(LAYOUT.digest, np.array([0, 1, 2**32 - 1], np.uint32)),
-        "revealed_shares": RevealedShares(np.arange(32, dtype=np.uint8).reshape(2, 16)),
+        "revealed_shares": RevealedShares(
+            np.arange(32, dtype=np.uint8).reshape(2, 16), np.arange(48, dtype=np.uint8).reshape(3, 16)
+        ),
     }
     return {
         **{f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in replies.items()},

@@ -19,6 +19,7 @@ from fedmq.audit.findings import Cause, Finding
 from fedmq.audit.result_checks import LoggedRun
 from fedmq.audit.run_checks import RunFiles, changed_files, check_run_folder, compared_files, read_run_files
 from fedmq.audit.signatures import SignatureChecks, SignedLog, ends_to_change
+from fedmq.audit.sums import SumChecks
 from fedmq.config.run_id import folder_of, name_of
 from fedmq.errors import InputError
 from fedmq.runs.run_records import RunSummary
@@ -149,6 +150,7 @@ class _Logs:
     # Signatures, and what processes declared at their starts.
     signed: SignatureChecks = field(default_factory=SignatureChecks)
     events: SiteEvents = field(default_factory=SiteEvents)  # what happened to each process
+    sums: SumChecks = field(default_factory=SumChecks)  # what concerns secure sums
 
 
 def _log_files(folder: Path, files: RunFiles, elsewhere: Sequence[Path]) -> list[Path]:
@@ -268,6 +270,8 @@ def _compare_with_folder(
     finished = files.finished or facts.course.ended is not None
     ended = ({COORDINATOR} | facts.course.stopped) - set(result.written) if finished else set[str]()
     findings += facts.signed.compare(files, data, accepted, ended=ended, inline=result.inline)
+    keys = accepted or {process: log.trusted for process, log in facts.signed.logs.items()}
+    findings += facts.sums.findings(files.scenario, keys)
     without = {place for start in aside for place in (*start.runs.values(), start.declared_at)}
     result.findings += [finding for finding in findings if finding.place not in without]
     refusals = result.refused.get(COORDINATOR, Counter[str]()) if COORDINATOR in result.signatures else None
@@ -375,6 +379,7 @@ def _collect(process: str, place: str, record: LogRecord, result: Audit, facts: 
     if process == COORDINATOR:
         facts.course.take(place, record)
     facts.events.take(process, place, record)
+    facts.sums.take(process, place, record)
     match record:
         case RefusedRecord():
             result.refused[process][record.reason] += 1

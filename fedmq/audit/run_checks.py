@@ -26,7 +26,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import digest
 from fedmq.wire.log_records import NoteRecord
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.payloads import Delta, Model, PartialDelta
+from fedmq.wire.payloads import Model
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -92,7 +92,6 @@ def check_run_folder(
     yield from _same_run(folder, files, course)
     if course.other_models and not _has_model_per_silo(folder):
         yield from course.other_models
-    yield from updates_in_clear(folder, files, course)
     others = (folder.scenario, folder.metrics, folder.model)
     if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, others)):
         finished = True
@@ -140,17 +139,6 @@ def _same_run(folder: RunFolder, files: RunFiles, course: LoggedRun) -> Iterator
             if run != expected and (start.process, run, start.joined) not in reported:
                 reported.add((start.process, run, start.joined))
                 yield Finding(Cause.DECLARED, place, f"of the run {run}, but {source} is of {expected}")
-
-
-def updates_in_clear(folder: RunFolder, files: RunFiles, course: LoggedRun) -> Iterator[Finding]:
-    """Find updates that the coordinator received from a silo, though the scenario has it receive sums only."""
-    privacy = (files.scenario or {}).get("privacy")
-    if not isinstance(privacy, Mapping) or privacy.get("secure_aggregation") is None:
-        return
-    for (silo, version), replies in sorted(course.replies.items()):
-        if clear := sorted(set().union(*replies.values()) & {Delta.KIND, PartialDelta.KIND}):
-            what = f"{silo} sent a {clear[0]} of version {version}, though only masked updates are to leave a silo"
-            yield Finding(Cause.SENDER, str(folder.messages(COORDINATOR)), what)
 
 
 def _has_model_per_silo(folder: RunFolder) -> bool:

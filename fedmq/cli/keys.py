@@ -100,18 +100,20 @@ def keys_accept(
     ],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether the words are right.")] = False,
 ) -> None:
-    """Accept the keys of requests. Compare the words with those that the other end reads out.
+    """Accept the keys of requests, or of a roster. Compare the words with those that the other end reads out.
 
-    A running coordinator applies the change within a second. On a terminal, each key is accepted after a confirmation;
-    the exit code is 1 if one was not confirmed.
+    A running coordinator applies the change within a second. On a terminal, each key is accepted after a confirmation,
+    all keys of a roster after one; the exit code is 1 if one was not confirmed.
 
     Example: [bold]fedmq keys accept keys silo-03.request[/bold]
     """
-    from fedmq.wire.key_requests import Acceptance, acceptance_of, read_request  # noqa: PLC0415
+    from fedmq.wire.key_requests import Acceptance, acceptance_of, is_roster, read_request  # noqa: PLC0415
     from fedmq.wire.keys import accept_key  # noqa: PLC0415
 
-    refused = False
-    for path, request in [(path, read_request(path)) for path in requests]:
+    rosters = [path for path in requests if is_roster(path)]
+    answers = [_accepted_all(directory, path, yes=yes) for path in rosters]
+    refused = not all(answers)
+    for path, request in [(path, read_request(path)) for path in requests if path not in rosters]:
         what = acceptance_of(directory, path, request)
         print_line(f"{request.name}{', replaces its accepted key' if what is Acceptance.REPLACES else ''}")
         _print_fingerprint(request.public_key)
@@ -125,6 +127,51 @@ def keys_accept(
             refused = True
     if refused:
         sys.exit(FAILED)
+
+
+def _accepted_all(directory: Path, path: Path, *, yes: bool) -> bool:
+    """Accept all keys of a roster, after one confirmation; returns whether it was given."""
+    from fedmq.wire.key_requests import acceptance_of, read_roster  # noqa: PLC0415
+    from fedmq.wire.keys import accept_key, words  # noqa: PLC0415
+
+    roster = read_roster(path, directory)
+    known = [(request, acceptance_of(directory, path, request)) for request in roster.requests]
+    width = max(len(request.name) for request, _ in known)
+    print_line(f"{len(known)} keys, a roster made by {roster.signer}")
+    for request, what in known:
+        print_line(f"  {request.name:{width}}  {words(request.public_key)}  {what.value}")
+    print_line(f"  words of the roster  {roster.words}")
+    question = "  Does each of these processes belong to a site that reads out the same words of the roster?"
+    if not (yes or not sys.stdin.isatty() or typer.confirm(question)):
+        print_line("  not accepted")
+        return False
+    for request, _ in known:
+        accept_key(directory, request.name, request.public_key)
+    print_line("  accepted")
+    return True
+
+
+@keys_app.command("roster")
+def keys_roster(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="The roster to be written.")],
+    requests: Annotated[
+        list[Path], typer.Argument(metavar="REQUEST...", show_default=False, help="Files made by fedmq keys new.")
+    ],
+    keys: _Keys = Path("keys"),
+    name: Annotated[str, typer.Option("--name", help="Name of the private key that signs.")] = "coordinator",
+) -> None:
+    """Put the requests of all processes of a run into one signed file, which each site accepts as a whole.
+
+    All sites compare the same twelve words, once: send the file to all of them, where `fedmq keys accept` reads it. A
+    site refuses a roster that has another key of the site itself.
+
+    Example: [bold]fedmq keys roster run.roster silo-00.request silo-01.request --keys keys[/bold]
+    """
+    from fedmq.wire.key_requests import make_roster  # noqa: PLC0415
+
+    roster = make_roster(file, keys, name, requests)
+    print_line(f"roster {file} of {len(roster.requests)} keys: send it to all sites")
+    print_line(f"  words of the roster  {roster.words}")
 
 
 @keys_app.command("remove")

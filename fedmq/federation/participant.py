@@ -38,6 +38,7 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Kind, Message, Reason
 from fedmq.wire.payloads import IMAGE, TEXT, DataFormat, DataStatement, Error, Payload, Refusal, SiloModalities
+from fedmq.wire.secure_sum import only_masked
 
 #: Time after the handshake without a message after which a process logs that it waits for the others [s].
 _ACCEPTED_SECONDS = 1.0
@@ -181,6 +182,8 @@ def open_channel(
     if comparison is None:
         plain = scenario.model_dump(mode="json")
         comparison = ScenarioComparison(uri, identity, accepted, plain, tells=forbidden is None)
+    if scenario.privacy.secure_aggregation is not None:
+        forbidden = only_masked(forbidden, logger.warning)
     return log, Channel(
         uri,
         identity,

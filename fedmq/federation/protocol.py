@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
-from fedmq.config.options import schema_problem
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
-from fedmq.errors import InputError, RemoteWireError
+from fedmq.errors import RemoteWireError
 from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
@@ -222,24 +221,87 @@ class MergeResult:
 
 
 @dataclass(frozen=True)
+class SummedRows:
+    """Rows of a payload, such as class prototypes, that a secure sum adds; each row is a sum of its own."""
+
+    count: int  # number of rows
+    width: int  # numbers in a row
+    largest: float  # bound of their magnitude
+
+
+@dataclass(frozen=True)
+class SumLayout:
+    """What of a reply a secure sum adds: branches of the update, further changes of parameters, and rows."""
+
+    layout: Layout  # of the whole model
+    layers: tuple[str, ...] | None  # layers of the update; None for the whole model
+    branches: Mapping[str, slice]  # ranges of the update [P]; together they cover it
+    # Number of parameters of further changes, by their payload, which is declared with the change first.
+    changes: Mapping[type[Payload], int] = field(default_factory=dict)
+    # Rows by their payload, which is declared with the rows first and the number of samples behind each row second.
+    rows: Mapping[type[Payload], SummedRows] = field(default_factory=dict)
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Number of values of each section, by name."""
+        found = {name: part.stop - part.start for name, part in self.branches.items()}
+        found |= {kind.KIND: size for kind, size in self.changes.items()}
+        for kind, rows in self.rows.items():
+            found |= dict.fromkeys(self.row_names(kind), rows.width)
+        return found
+
+    @property
+    def first_row(self) -> int:
+        """Number of sections before the first row."""
+        return len(self.branches) + len(self.changes)
+
+    @property
+    def kinds(self) -> frozenset[type[Payload]]:
+        """Payloads of a reply that never leave a silo."""
+        return frozenset({Delta, PartialDelta, *self.changes, *self.rows})
+
+    def row_names(self, kind: type[Payload]) -> list[str]:
+        """Names of the rows of a payload."""
+        return [f"{kind.KIND}.{row}" for row in range(self.rows[kind].count)]
+
+    def bounds(self, largest: float) -> tuple[float, ...]:
+        """Bound of the values in each section; ``largest`` for changes of parameters."""
+        changes = self.first_row * (largest,)
+        return (*changes, *(rows.largest for rows in self.rows.values() for _ in range(rows.count)))
+
+
+@dataclass(frozen=True)
+class Added:
+    """A secure sum: averages over the silos in it."""
+
+    step: torch.Tensor  # float64 [P], change of the parameters
+    replies: Sequence[Update]  # of the silos in the sum
+    weights: torch.Tensor  # their weights float64 [M]
+    means: Mapping[str, torch.Tensor]  # float64, of further sections by name; without rows that are left as they are
+
+
+@dataclass(frozen=True)
 class WeightedSum:
     """A merge that adds a weighted sum of the updates, before that sum is known."""
 
     weights: torch.Tensor  # float64 [M] of the replies, sum 1, or all 0 if no reply counts
-    rows: Mapping[str, torch.Tensor]  # each branch's weights of the replies, float64 [M], sum at most 1
+    rows: Mapping[str, torch.Tensor]  # each section's weights of the replies, float64 [M], sum at most 1
     renormalised: bool  # a branch is averaged over the silos that trained it: its row has the sum 1
-    # The merge's result, from the new parameters float32 [P], the replies in the sum and their weights float64 [M].
-    finish: Callable[[torch.Tensor, Sequence[Update], torch.Tensor], MergeResult]
+    finish: Callable[[Added], MergeResult]  # the merge's result
 
 
-def adds_sum(method: FederatedProtocol) -> bool:
-    """Whether merges of a method add a weighted sum: its traits say so, and its ``weigh`` is that of its ``merge``.
+def why_no_sum(method: FederatedProtocol) -> str:
+    """Why merges of a method are no secure sum; empty if they are.
 
     A class that overrides ``merge`` alone merges in another way than the ``weigh`` that it inherits.
     """
-    kind = type(method)
+    return method.no_sum() if defines_sum(type(method)) else "its merge is more than a weighted sum of the updates"
+
+
+def defines_sum(kind: type[FederatedProtocol]) -> bool:
+    """Whether a method defines a secure sum, at least with some of its options."""
     merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
-    return method.traits().adds_sum and weighing is not FederatedProtocol and merging in weighing.__mro__
+    return weighing is not FederatedProtocol and merging in weighing.__mro__
 
 
 def encoders_of(model: TwoTower) -> Encoders:
@@ -282,8 +344,6 @@ class Traits:
             ``anchored``, that is trained against what the other silos report of the modality that they lack.
         weighs_single_silos: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
             ``aggregation.single_weight`` applies.
-        adds_sum: merges add a weighted sum of the updates, whose weights depend on statistics alone
-            (:meth:`FederatedProtocol.weigh`), so that ``privacy.secure_aggregation`` applies.
         completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
     """
 
@@ -300,7 +360,6 @@ class Traits:
     our_reading: bool = False
     unpaired: Literal["ignored", "anchored"] = "ignored"
     weighs_single_silos: bool = True
-    adds_sum: bool = False
     completes_items: bool = False
 
 
@@ -371,7 +430,7 @@ class FederatedProtocol(ABC):
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """The weights of a merge, before the sum of the updates is known.
 
-        Required if the traits say ``adds_sum``.
+        A method that defines it, and :meth:`sum_layout`, can have ``privacy.secure_aggregation``.
 
         Args:
             state: the state before the merge.
@@ -380,9 +439,17 @@ class FederatedProtocol(ABC):
         """
         raise NotImplementedError
 
+    def sum_layout(self) -> SumLayout:
+        """What of its replies a secure sum adds."""
+        raise NotImplementedError
+
+    def no_sum(self) -> str:
+        """Which of its options a secure sum does not allow, and why; empty if there are none."""
+        return ""
+
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits known from the options: at least those that ``check_traits`` compares.
+        """The traits known from the options: at least those that ``protocols.check_traits`` compares.
 
         Args:
             options: an instance of ``Options``.
@@ -432,61 +499,3 @@ class FederatedProtocol(ABC):
             payloads: the payloads of a task at the current version.
         """
         raise NotImplementedError
-
-
-def class_problem(found: object) -> str | None:
-    """What keeps an object from being the class of a federated method; None if nothing does."""
-    if not isinstance(found, type):
-        return f"an object of type {type(found).__name__}, no class"
-    if not issubclass(found, FederatedProtocol):
-        return f"class {found.__name__}, which is no subclass of FederatedProtocol"
-    if missing := sorted(found.__abstractmethods__):
-        return f"class {found.__name__} without {', '.join(missing)}"
-    problem = schema_problem(found.Options)
-    return problem and f"class {found.__name__}, whose Options are {problem}"
-
-
-def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
-    """Check that a method is consistent with its traits.
-
-    Args:
-        name: name of the method, for the error.
-        method: created with ``options`` and ``context``.
-        options: options of the run.
-        context: context of the run.
-
-    Raises:
-        InputError: a trait contradicts the method's functions or another trait, or the method keeps no options.
-    """
-    if not hasattr(method, "options"):
-        allowed = "one that calls super().__init__(options, context)"
-        raise InputError(f"protocol {name}", f"an __init__ of class {type(method).__name__} without options", allowed)
-    place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
-    for trait, at_run, from_options in (
-        ("pooled", traits.pooled, before.pooled),
-        ("personal_only", traits.personal_only, before.personal_only),
-        ("needs_public", traits.needs_public, before.needs_public),
-        ("unpaired", traits.unpaired, before.unpaired),
-        ("model_per_silo", traits.model_per_silo, before.model_per_silo),
-        ("completes_items", traits.completes_items, before.completes_items),
-    ):
-        if at_run != from_options:
-            raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")
-    if traits.personalised and type(method).encoders is FederatedProtocol.encoders:
-        raise InputError(place, "personalised without encoders", "personalised False, or a class that defines encoders")
-    if traits.personal_only and not traits.personalised:
-        raise InputError(
-            place, "personal_only without personalised", "personalised True as well, or personal_only False"
-        )
-    sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
-    layer_names = [entry.name for entry in context.layout.entries]
-    if traits.shared_layers is None:
-        if sends_partial:
-            raise InputError(place, "a PartialDelta in uploads without shared_layers", "the names of its layers")
-        return
-    if not sends_partial and any(map(method.eligible, context.silos)):
-        raise InputError(place, "shared_layers without a PartialDelta in uploads", "both, or neither")
-    shared = list(traits.shared_layers)
-    if not shared or shared != [name for name in layer_names if name in shared]:
-        found = ", ".join(shared) or "no layer"
-        raise InputError(place, f"shared_layers {found}", f"some of {', '.join(layer_names)}, in this order")

@@ -1,13 +1,15 @@
-"""Requests to accept a key: what a site sends to the coordinator's operator, and the other way round.
+"""Requests to accept a key: what a site sends to the coordinator's operator, and the other way round; rosters.
 
 A request is a public file. Its signature shows that its maker holds the private key. The operators check that the key
 belongs to the site, by comparing the words of the fingerprint over the telephone. A request that replaces an accepted
-key is also signed with that key.
+key is also signed with that key. A roster is one file with the requests of all processes of a run, signed by the
+process that made it, with words of its own: sites that compare them once accept each other's keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +20,7 @@ from pydantic import Field
 
 from fedmq.errors import InputError
 from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.fields import NAME
 from fedmq.wire.keys import (
@@ -29,9 +32,11 @@ from fedmq.wire.keys import (
     private_names,
     public_key_of,
     words,
+    words_of,
 )
 
 _ALLOWED = "a request made by `fedmq keys new`"
+_MOST_BYTES = 1 << 20
 _Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
@@ -49,6 +54,29 @@ class KeyRequest(Stored):
     def public_key(self) -> Ed25519PublicKey:
         """The key to be accepted."""
         return public_key_of(bytes.fromhex(self.key))
+
+
+class KeyRoster(Stored):
+    """The requests of all processes of a run."""
+
+    key_roster: Literal[1]  # version of this format
+    requests: Annotated[list[KeyRequest], Field(min_length=2, max_length=1026)]  # one of each process, by name
+    signer: str  # name of the process that made the roster, whose request is among them
+    signature: _Signature  # Ed25519 of statement, by its key
+
+    @property
+    def statement(self) -> bytes:
+        """The bytes that the signer signs: who has which key."""
+        pairs = "".join(f"{request.name} {request.key}\n" for request in self.requests)
+        return f"fedmq key roster 1\n{self.signer}\n{pairs}".encode()
+
+    @property
+    def words(self) -> str:
+        """Twelve words of the names and keys, the same for everyone who has this roster.
+
+        Whoever invents keys can look for two rosters with the same words, so 88 bits as of a single key are too few.
+        """
+        return words_of(hashlib.sha256(self.statement).hexdigest(), 12)
 
 
 def statement_of(name: str, key: str, replaces: str | None) -> bytes:
@@ -110,6 +138,12 @@ def read_request(path: Path) -> KeyRequest:
         InputError: the file is not a request, or a signature is wrong.
     """
     request = read_json(path, KeyRequest, _ALLOWED)
+    _verify(path, request)
+    return request
+
+
+def _verify(path: Path, request: KeyRequest) -> None:
+    """Verify the signatures of a request; raises as :func:`read_request`."""
     statement = statement_of(request.name, request.key, request.replaces)
     signed = [(request.key, request.signature)]
     if request.replaces is not None:
@@ -121,7 +155,78 @@ def read_request(path: Path) -> KeyRequest:
             raise InputError(str(path), "a wrong signature", f"{_ALLOWED}, unchanged") from None
         except ValueError as error:
             raise InputError(str(path), str(error), _ALLOWED) from None
-    return request
+
+
+_ROSTER = "a roster made by `fedmq keys roster`"
+
+
+def make_roster(file: Path, directory: Path, signer: str, requests: Sequence[Path]) -> KeyRoster:
+    """Write a roster of requests and of the signer's own one.
+
+    Args:
+        file: to be written.
+        directory: folder with the signer's private key and request.
+        signer: name of the process that makes it.
+        requests: of the other processes.
+
+    Raises:
+        InputError: a request is invalid, or two are of the same name.
+    """
+    identity = load_identity(directory, signer)
+    found = {request.name: request for request in map(read_request, {directory / f"{signer}.request", *requests})}
+    if len(found) != len({directory / f"{signer}.request", *requests}):
+        raise InputError(str(file), "two requests of one name", "one request of each process")
+    if found[signer].key != _hex(identity):
+        raise InputError(str(directory / f"{signer}.request"), "a request of another key", "that of the present key")
+    ordered = [found[name] for name in sorted(found)]
+    unsigned = KeyRoster(key_roster=1, requests=ordered, signer=signer, signature="0" * 128)
+    roster = unsigned.model_copy(update={"signature": identity.key.sign(unsigned.statement).hex()})
+    write_json(file, roster.plain())
+    return roster
+
+
+def read_roster(path: Path, directory: Path) -> KeyRoster:
+    """Read a roster, and verify its signatures and that it has this folder's own keys.
+
+    Args:
+        path: the file.
+        directory: folder of keys of the site that reads it.
+
+    Raises:
+        InputError: it is no roster, a signature is wrong, or it has another key or none of a process of the folder.
+    """
+    roster = read_json(path, KeyRoster, _ROSTER)
+    for request in roster.requests:
+        _verify(path, request)
+    keys = {request.name: request.public_key for request in roster.requests}
+    if len(keys) != len(roster.requests) or roster.signer not in keys:
+        raise InputError(str(path), "two keys of one name, or none of its signer", _ROSTER)
+    try:
+        keys[roster.signer].verify(bytes.fromhex(roster.signature), roster.statement)
+    except InvalidSignature:
+        raise InputError(str(path), "a wrong signature", f"{_ROSTER}, unchanged") from None
+    own = private_names(directory)
+    if not own:
+        raise InputError(str(directory), "no private key", "the folder of this site, whose key the roster has")
+    for name in own:
+        found = keys.get(name)
+        if found is None or found.public_bytes_raw() != _own_key(directory, name):
+            raise InputError(str(path), f"another key of {name} than in {directory}, or none", "a roster with it")
+    return roster
+
+
+def _own_key(directory: Path, name: str) -> bytes | None:
+    """The public half of a private key of the folder; of an encrypted one from its request, if that is there."""
+    key = known_keys(directory).get(name)
+    return None if key is None else key.public_bytes_raw()
+
+
+def is_roster(path: Path) -> bool:
+    """Whether a file looks like a roster, and not like a request."""
+    try:
+        return b'"key_roster"' in read_regular(path, _ROSTER, _MOST_BYTES)
+    except InputError:
+        return False
 
 
 def acceptance_of(directory: Path, path: Path, request: KeyRequest) -> Acceptance:

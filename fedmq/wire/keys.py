@@ -379,9 +379,14 @@ def fingerprint(key: Ed25519PublicKey | Identity) -> str:
 
 def words(key: Ed25519PublicKey | Identity) -> str:
     """The first 88 bits of a fingerprint as eight words of the BIP 39 list, to be compared over the telephone."""
+    return words_of(fingerprint(key))
+
+
+def words_of(digest: str, count: int = _WORDS) -> str:
+    """The first bits of a SHA-256 (hex) as words, 11 bits each."""
     listed = Mnemonic("english").wordlist
-    bits = int(fingerprint(key), 16) >> (256 - 11 * _WORDS)
-    return " ".join(listed[bits >> 11 * place & 2047] for place in reversed(range(_WORDS)))
+    bits = int(digest, 16) >> (256 - 11 * count)
+    return " ".join(listed[bits >> 11 * place & 2047] for place in reversed(range(count)))
 
 
 def noise_key(identity: Identity) -> bytes:

@@ -83,6 +83,13 @@ class LogEvent(_Event):
         "a secure sum leaves `branch` as it is, as its weights would single a silo out: `why`",
         "warning",
     )
+    ROWS_LEFT_ALONE = (
+        "rows_left_alone",
+        "a secure sum leaves `rows` as they are, with too few silos or masks",
+        "warning",
+    )
+    SUM_KEYS = "sum_keys", "the process signed its `keys` of a secure sum of `version`, for a `roster` of silos", "info"
+    SUM_SILOS = "sum_silos", "the process takes part in the secure sum of `version` with `silos`", "info"
     SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"
     ALL_MERGED = "all_merged", "the last round is merged", "info"
     CHECKPOINT_REFUSED = "checkpoint_refused", "the checkpoint of `version` merges could not be written", "error"

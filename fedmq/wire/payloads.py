@@ -252,11 +252,14 @@ class UpdateReport(Payload):
 
     n_samples: Annotated[int, _SAMPLES]  # number of local training samples
     trained: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]  # branches that it changes
+    # (C,) int64, samples behind each row, such as a class prototype, that it keeps for the sum as well; 0 of a row that
+    # it lacks.
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0, least=0)]
     roster: Annotated[str, _DIGEST]  # digest of the silos and public keys that it accepts
     # (2, 32) uint8: public X25519 keys of this round, of its masks and of the shares sealed for it.
     keys: Annotated[U8, Tensor(("uint8",), (2, 32))]
     commitment: Annotated[U8, Tensor(("uint8",), (32,))]  # SHA-256 of the seed of its own mask
-    signature: Annotated[U8, Tensor(("uint8",), (64,))]  # Ed25519, by its key, over all the above but the first two
+    signature: Annotated[U8, Tensor(("uint8",), (64,))]  # Ed25519, by its key, over all the above but the first three
 
 
 @payload("sum_keys")
@@ -315,6 +318,9 @@ class RevealedShares(Payload):
     """A silo's share of one secret of each silo: of its own mask if its update is in the sum, otherwise of its key."""
 
     shares: Annotated[U8, Tensor(("uint8",), ("N", 16))]  # (N, 16) uint8, in the order of the weights
+    # (C, 16) uint8: seeds of the sender's own masks of rows; zeros of a row that it is not in, or that would single a
+    # silo out.
+    rows: Annotated[U8, Tensor(("uint8",), ("C", 16), least=0)]
 
 
 @payload("metrics")

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
 from typing import Self
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
+from Crypto.Protocol.SecretSharing import Shamir, _Element
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -33,8 +33,25 @@ from fedmq.config.privacy import SecureAggregation
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import digest
 from fedmq.wire.keys import Identity
-from fedmq.wire.messages import Reason
-from fedmq.wire.payloads import F32, F64, U8, SumKeys, SumWeights, Survivors, UpdateReport
+from fedmq.wire.messages import Message, Reason
+from fedmq.wire.payloads import (
+    F32,
+    F64,
+    I64,
+    U8,
+    ClassPrototypes,
+    Delta,
+    DiscriminatorDelta,
+    Memory,
+    PartialDelta,
+    Refusal,
+    Representations,
+    SumKeys,
+    SumWeights,
+    Survivors,
+    UpdateReport,
+    WithheldBy,
+)
 
 U32 = NDArray[np.uint32]
 #: Size of a seed of masks or of a key: one secret of Shamir's scheme over GF(2^128) [bytes].
@@ -42,6 +59,10 @@ SEED_BYTES = 16
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 #: Steps of the fixed point for the largest change of a parameter; sums of weights up to 1 then stay below 2^31.
 _STEPS = float(1 << 30)
+#: Kinds of payloads that hold an update or class rows of a silo: in a run with secure sums they never leave it.
+IN_CLEAR = frozenset(
+    kind.KIND for kind in (Delta, PartialDelta, DiscriminatorDelta, ClassPrototypes, Memory, Representations)
+)
 #: Numbers masked at a time, so that they stay in the processor's cache.
 _BLOCK = 1 << 15
 _ZEROS = memoryview(bytes(4 * _BLOCK))
@@ -62,6 +83,26 @@ def refused(detail: str) -> RemoteWireError:
     return RemoteWireError(Reason.SUM, detail)
 
 
+def only_masked(
+    forbidden: Callable[[Message, int], Refusal | None] | None, report: Callable[[str], object]
+) -> Callable[[Message, int], Refusal | None]:
+    """A channel's rule (see ``fedmq.wire.channel``) that lets no update or class rows leave in clear.
+
+    Args:
+        forbidden: the rule of the site's policy; None if it has none.
+        report: called with one line on what is withheld.
+    """
+
+    def rule(message: Message, size: int) -> Refusal | None:
+        for payload in message.payloads:
+            if payload.KIND in IN_CLEAR:
+                report(f"withholds {payload.KIND}: only masked updates leave a silo of a run with secure sums")
+                return Refusal(WithheldBy.KINDS.value, payload.KIND)
+        return None if forbidden is None else forbidden(message, size)
+
+    return rule
+
+
 def roster_digest(place: str, accepted: Mapping[str, Ed25519PublicKey], silos: Sequence[str]) -> str:
     """SHA-256 (hex) of the run's silos and their public keys, as accepted here.
 
@@ -71,7 +112,12 @@ def roster_digest(place: str, accepted: Mapping[str, Ed25519PublicKey], silos: S
     if missing := [name for name in silos if name not in accepted]:
         allowed = "the public keys of all silos, as privacy.secure_aggregation needs them; see `fedmq keys accept`"
         raise InputError(f"{place}: accepted", f"no key of {missing[0]}", allowed)
-    parts = (part for name in silos for part in (name, accepted[name].public_bytes_raw()))
+    return digest_of_roster({name: accepted[name].public_bytes_raw() for name in silos})
+
+
+def digest_of_roster(keys: Mapping[str, bytes]) -> str:
+    """SHA-256 (hex) of the run's silos and their public keys, by name, in the order of the run."""
+    parts = (part for pair in keys.items() for part in pair)
     return hashlib.sha256(_joined("fedmq 1 sum roster", *parts)).hexdigest()
 
 
@@ -102,18 +148,23 @@ class RoundSecrets:
     own_seed: bytes  # of its own mask
     key_seed: bytes  # of the private key of its masks for pairs
     seal_key: X25519PrivateKey  # opens the shares that are sealed for it
+    rows_seed: bytes  # of its own masks of rows, which it alone reveals, one by one
 
     @classmethod
     def derive(cls, secret: bytes, run: str, version: int) -> Self:
         """Derive them from a random secret of the silo that it keeps for the run."""
-        raw = _derived(secret, "secrets", _joined(run, version), 2 * SEED_BYTES + _KEY_BYTES)
-        own, key = raw[:SEED_BYTES], raw[SEED_BYTES : 2 * SEED_BYTES]
-        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[2 * SEED_BYTES :]))
+        raw = _derived(secret, "secrets", _joined(run, version), 3 * SEED_BYTES + _KEY_BYTES)
+        own, key, rows = (raw[start : start + SEED_BYTES] for start in range(0, 3 * SEED_BYTES, SEED_BYTES))
+        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[3 * SEED_BYTES :]), rows)
 
     @cached_property
     def mask_key(self) -> X25519PrivateKey:
         """The private key of its masks for pairs."""
         return mask_key(self.key_seed)
+
+    def row_seed(self, place: int) -> bytes:
+        """The seed of its own mask of a row, by the index of its section."""
+        return _derived(self.rows_seed, "row", _joined(place), SEED_BYTES)
 
     @property
     def public(self) -> U8:
@@ -153,12 +204,19 @@ def _signed(run: str, version: int, name: str, roster: str, keys: U8, committed:
 
 
 def report(
-    identity: Identity, own: RoundSecrets, run: str, version: int, roster: str, n_samples: int, trained: Iterable[str]
+    identity: Identity,
+    own: RoundSecrets,
+    run: str,
+    version: int,
+    roster: str,
+    n_samples: int,
+    trained: Iterable[str],
+    support: I64,
 ) -> UpdateReport:
-    """A silo's signed report of the update that it keeps."""
+    """A silo's signed report of the update, and of the rows, that it keeps."""
     committed = _bytes(commitment(own.own_seed))
     signature = identity.key.sign(_signed(run, version, identity.name, roster, own.public, committed))
-    return UpdateReport(n_samples, tuple(trained), roster, own.public, committed, _bytes(signature))
+    return UpdateReport(n_samples, tuple(trained), support, roster, own.public, committed, _bytes(signature))
 
 
 def check_signature(
@@ -178,6 +236,15 @@ def check_signature(
 
 # ------------------------------------------------------------------------------------------------------ masks
 @dataclass(frozen=True)
+class Mask:
+    """A mask of some sections: the key stream of AES-256 with a key."""
+
+    key: bytes
+    sign: int  # 1 to add it, -1 to remove it
+    places: frozenset[int]  # sections that have it, by index
+
+
+@dataclass(frozen=True)
 class Sum:
     """What all silos of one sum have to agree on; masks of silos that were told different things do not cancel."""
 
@@ -186,7 +253,9 @@ class Sum:
     roster: str  # digest
     keys: SumKeys
     weights: SumWeights
-    sizes: tuple[int, ...]  # number of parameters of each branch
+    sizes: tuple[int, ...]  # number of values of each section, that is branch or row
+    bounds: tuple[float, ...]  # bound of their magnitude in each section
+    first_row: int  # index of the first section that is a row
 
     @cached_property
     def context(self) -> bytes:
@@ -195,60 +264,80 @@ class Sum:
         return hashlib.sha256(_joined(*parts)).digest()
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each branch begins among all parameters."""
-        return tuple(np.cumsum((0, *self.sizes))[:-1].tolist())
+    def whole(self) -> Mapping[int, slice]:
+        """Range of each section in the sum."""
+        ends = np.cumsum((0, *self.sizes)).tolist()
+        return {place: slice(*ends[place : place + 2]) for place in range(len(self.sizes))}
 
     def row(self, name: str) -> F64:
-        """A silo's weights, one for each branch."""
+        """A silo's weights, one for each section."""
         column: F64 = self.weights.weights[:, self.weights.silos.index(name)]
         return column
 
-    def branches(self, name: str) -> list[int]:
-        """The branches in whose sums a silo takes part, by index."""
+    def places(self, name: str) -> list[int]:
+        """The sections in whose sums a silo takes part, by index."""
         return [int(place) for place in np.flatnonzero(self.row(name))]
 
     def sections(self, name: str) -> dict[int, slice]:
-        """Range of each branch in the vector that a silo sends."""
+        """Range of each section in the vector that a silo sends."""
         found, offset = dict[int, slice](), 0
-        for place in self.branches(name):
+        for place in self.places(name):
             found[place] = slice(offset, offset + self.sizes[place])
             offset += self.sizes[place]
         return found
 
     def size(self, name: str) -> int:
         """Length of the vector that a silo sends."""
-        return sum(self.sizes[place] for place in self.branches(name))
+        return sum(self.sizes[place] for place in self.places(name))
 
-    def add_own(self, total: U32, sections: Mapping[int, slice], seed: bytes, *, sign: int) -> None:
-        """Add (sign 1) or remove (-1) a silo's own mask in ranges of a vector, by branch."""
-        _add_mask(total, sections, _derived(seed, "own mask", self.context), sign)
+    def own_mask(self, name: str, seed: bytes, *, sign: int) -> Mask:
+        """A silo's own mask; rows have other seeds."""
+        places = frozenset(place for place in self.places(name) if place < self.first_row)
+        return Mask(_derived(seed, "own mask", self.context), sign, places)
 
-    def add_pair(
-        self, total: U32, sections: Mapping[int, slice], key: X25519PrivateKey, name: str, other: str, *, sign: int
-    ) -> None:
-        """Add (sign 1) or remove (-1) the mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
+    def row_mask(self, place: int, seed: bytes, *, sign: int) -> Mask:
+        """A silo's own mask of a row."""
+        return Mask(_derived(seed, "row mask", self.context), sign, frozenset({place}))
 
-        Only branches in whose sums both take part have it.
+    def pair_mask(self, key: X25519PrivateKey, name: str, other: str, *, sign: int) -> Mask:
+        """The mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
+
+        Only sections in whose sums both take part have it.
         """
         own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
         shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
-        both = {place: where for place, where in sections.items() if self.row(name)[place] and self.row(other)[place]}
         first = self.weights.silos.index(name) < self.weights.silos.index(other)
-        _add_mask(total, both, _derived(shared, "pair mask", self.context), sign if first else -sign)
+        places = frozenset(self.places(name)) & frozenset(self.places(other))
+        return Mask(_derived(shared, "pair mask", self.context), sign if first else -sign, places)
+
+    def open_rows(self, silos: Sequence[str], options: SecureAggregation) -> list[int]:
+        """The rows, by index, whose sum over some silos shows no single one's row."""
+        kept = np.isin(self.weights.silos, silos)
+        rows = ((place, self.weights.weights[place] * kept) for place in range(self.first_row, len(self.sizes)))
+        return [place for place, row in rows if row.any() and singles_out(row, options) is None]
 
 
-def _add_mask(total: U32, sections: Mapping[int, slice], key: bytes, sign: int) -> None:
+def add_masks(total: U32, sections: Mapping[int, slice], masks: Iterable[Mask]) -> None:
+    """Add masks in ranges of a vector, by section; a section has the same mask at both silos, wherever it lies there.
+
+    All masks are added to a block before the next one, so that each number is read from memory once.
+    """
     stream = bytearray(4 * _BLOCK + 15)  # the cipher wants room for one more block
-    mask, change = np.frombuffer(stream, "<u4", _BLOCK), np.add if sign > 0 else np.subtract
+    mask, masks = np.frombuffer(stream, "<u4", _BLOCK), tuple(masks)
     for place, where in sections.items():
-        # A branch has the same mask at both silos, wherever it lies in their vectors.
-        cipher = Cipher(algorithms.AES256(key), modes.CTR(place.to_bytes(4, "big") + bytes(12))).encryptor()
+        counter = modes.CTR(place.to_bytes(4, "big") + bytes(12))
+        ciphers = [
+            (Cipher(algorithms.AES256(each.key), counter).encryptor(), np.add if each.sign > 0 else np.subtract)
+            for each in masks
+            if place in each.places
+        ]
         values = total[where]
         for start in range(0, len(values), _BLOCK):
             block = values[start : start + _BLOCK]
-            cipher.update_into(_ZEROS[: 4 * len(block)], stream)
-            change(block, mask[: len(block)], out=block)
+            zeros, stream_of_block = _ZEROS[: 4 * len(block)], mask[: len(block)]
+            for cipher, change in ciphers:
+                cipher.update_into(zeros, stream)
+                change(block, stream_of_block, out=block)
 
 
 def fixed_point(change: F32, weight: float, largest: float) -> U32:
@@ -262,8 +351,15 @@ def fixed_point(change: F32, weight: float, largest: float) -> U32:
 
 
 def decoded(total: U32, largest: float) -> F64:
-    """The numbers of a sum without masks."""
-    return total.view(np.int32).astype(np.float64) * (largest / _STEPS)
+    """The numbers of a sum without masks.
+
+    Raises:
+        RemoteWireError: one is larger than ``largest``, as in a sum of silos that were told different things.
+    """
+    result: F64 = total.view(np.int32).astype(np.float64) * (largest / _STEPS)
+    if result.size and max(-result.min(), result.max()) > largest * (1 + 1e-6):
+        raise refused("the sum is out of range: a silo was sent or sent something else than the others")
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------ shares
@@ -273,8 +369,24 @@ def split(secret: bytes, shares: int, least: int) -> list[bytes]:
 
 
 def combined(shares: Mapping[int, bytes]) -> bytes:
-    """The seed of at least as many shares as it needs, each by its place from 0."""
-    return Shamir.combine([(place + 1, share) for place, share in shares.items()])
+    """The seed of at least as many shares as it needs, each by its place from 0.
+
+    ``Shamir.combine`` gives the same, but finds the coefficients again for each secret, which takes most of its time.
+    """
+    terms = (factor * _Element(shares[place]) for place, factor in _coefficients(tuple(shares)).items())
+    return reduce(_Element.__add__, terms).encode()
+
+
+@lru_cache(maxsize=4)
+def _coefficients(places: tuple[int, ...]) -> Mapping[int, _Element]:
+    """The factors of shares in the polynomial's value at 0 (Lagrange), by place."""
+    found = dict[int, _Element]()
+    for place in places:
+        numerator, denominator, own = _Element(1), _Element(1), _Element(place + 1)
+        for other in (_Element(each + 1) for each in places if each != place):
+            numerator, denominator = numerator * other, denominator * (own + other)
+        found[place] = numerator * denominator.inverse()
+    return found
 
 
 def share_context(run: str, version: int, roster: str, keys: SumKeys) -> bytes:
@@ -306,22 +418,26 @@ def open_share(
 
 
 # ------------------------------------------------------------------------------------------------------ rules
-def check_weights(weights: SumWeights, keys: SumKeys, name: str, branches: Sequence[str]) -> None:
+def check_weights(weights: SumWeights, keys: SumKeys, name: str, sections: Sequence[str]) -> None:
     """Check the form of a sum's weights at silo ``name``.
 
     Raises:
-        RemoteWireError: they are of other silos or branches, or no weights.
+        RemoteWireError: they are of other silos or sections, or no weights.
     """
     if not set(weights.silos) <= set(keys.silos) or name not in weights.silos:
         raise refused("weights of silos without keys in this round, or without this silo")
-    if weights.branches != tuple(branches) or weights.weights.shape != (len(branches), len(weights.silos)):
-        raise refused(f"weights of other branches than {', '.join(branches)}")
+    if weights.branches != tuple(sections) or weights.weights.shape != (len(sections), len(weights.silos)):
+        raise refused("weights of other branches or rows than the method's")
     if weights.weights.min() < 0 or weights.weights.sum(axis=1).max() > 1 + 1e-9:
         raise refused("weights below 0, or with a sum above 1")
 
 
-def check_policy(weights: SumWeights, options: SecureAggregation, least: int, left: Survivors | None = None) -> None:
+def check_policy(
+    weights: SumWeights, options: SecureAggregation, least: int, first_row: int, left: Survivors | None = None
+) -> None:
     """Check that a sum, or what is left of it after silos dropped out, shows no single silo's update.
+
+    Of the rows that are left, a silo reveals its masks only if their sums show no single silo's row.
 
     Raises:
         RemoteWireError: it has too few silos, or weights that single one out.
@@ -332,6 +448,7 @@ def check_policy(weights: SumWeights, options: SecureAggregation, least: int, le
     if len(silos) < least:
         raise refused(f"a sum of {len(silos)} silos, allowed: at least {least} of this round's")
     kept = np.isin(weights.silos, silos)
-    for branch, row in zip(weights.branches, weights.weights, strict=True):
+    checked = len(weights.branches) if left is None else first_row
+    for branch, row in zip(weights.branches[:checked], weights.weights[:checked], strict=True):
         if (wrong := singles_out(row * kept, options)) is not None:
-            raise refused(f"a sum of branch {branch} with {wrong}")
+            raise refused(f"a sum of {branch} with {wrong}")

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import ReportedValue, SiloFacts, Update
+from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, SumLayout, Update, WeightedSum
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
+from fedmq.wire.payloads import Payload
 
 #: How a merge combines the updates of a branch, the option ``branch_renorm`` of methods: see :func:`merge_updates`.
 BranchRenorm = bool | Literal["conflict_free"]
@@ -34,12 +35,6 @@ def branch_slices(layout: Layout) -> dict[str, slice]:
     slices: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
     shared = branch(layout, SHARED)
     return {**slices, "shared": shared} if shared.stop > shared.start else slices
-
-
-def branch_sizes(layout: Layout) -> dict[str, int]:
-    """Number of parameters of each branch, in the order of the flat buffer."""
-    ordered = sorted(branch_slices(layout).items(), key=lambda item: item[1].start)
-    return {name: part.stop - part.start for name, part in ordered}
 
 
 def module_slices(layout: Layout) -> dict[str, slice]:
@@ -295,4 +290,71 @@ def merge_updates(
             step[part] = conflict_free(parts, row, paired)
         else:
             add_weighted(step[part], parts, row)
+    return stepped(theta, step)
+
+
+def stepped(theta: Tensor, step: Tensor) -> Tensor:
+    """Parameters [P] after a step float64 [P], which is overwritten, in their precision."""
     return step.add_(theta).to(theta.dtype)
+
+
+def sum_of(
+    theta: Tensor,
+    replies: Sequence[Update],
+    weights: Tensor,
+    branches: Mapping[str, slice],
+    branch_renorm: BranchRenorm,
+    merged: Callable[[Tensor, Sequence[Update], Tensor], MergeResult],
+) -> WeightedSum:
+    """:func:`merge_updates` as a secure sum of updates alone; ``merged`` is called with its result.
+
+    Args:
+        theta: [P].
+        replies: M of them, with reports.
+        weights: float64 [M].
+        branches: as for :func:`merge_updates`.
+        branch_renorm: not ``conflict_free``.
+        merged: gives the merge's result from the parameters [P], the replies in the sum and their weights.
+    """
+    rows = branch_rows(replies, weights, branches, branch_renorm)
+
+    def finish(added: Added) -> MergeResult:
+        return merged(stepped(theta, added.step), added.replies, added.weights)
+
+    return WeightedSum(weights, rows, branch_renorm is True, finish)
+
+
+def no_sum(branch_renorm: BranchRenorm) -> str:
+    """Why a merge is no secure sum; empty if it is one."""
+    return "branch_renorm conflict_free compares the silos' updates" if branch_renorm == "conflict_free" else ""
+
+
+def row_weights(
+    replies: Sequence[Update], layout: SumLayout, kind: type[Payload], *, weighted: bool
+) -> dict[str, Tensor]:
+    """Weights float64 [M] of the replies in the mean of each row of a payload, in a secure sum.
+
+    Args:
+        replies: M of them, with reports.
+        layout: what the sum adds.
+        kind: the payload.
+        weighted: weight rows by the samples behind them; otherwise each silo that holds a row counts once.
+    """
+    first = 0
+    for other, rows in layout.rows.items():
+        if other is kind:
+            break
+        first += rows.count
+    supports = torch.stack([as_tensor(report.support) for report in (reply.report for reply in replies) if report])
+    counts = supports[:, first : first + layout.rows[kind].count].double()
+    counts = counts if weighted else (counts > 0).double()
+    shares = counts / counts.sum(0).clamp(min=1)
+    return dict(zip(layout.row_names(kind), shares.T, strict=True))
+
+
+def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]) -> tuple[Tensor, Tensor]:
+    """The means float64 [C, r] of a payload's rows that a secure sum gave, zero where it gave none; which it gave."""
+    names = layout.row_names(kind)
+    known = torch.tensor([name in means for name in names])
+    empty = torch.zeros(layout.rows[kind].width, dtype=torch.float64)
+    return torch.stack([means.get(name, empty) for name in names]), known

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Update, take
+from fedmq.federation.protocol import Context, SumLayout, SummedRows, Update, take
 from fedmq.models.hash_networks import plans_of
-from fedmq.wire.payloads import ClassPrototypes
-from protocols.parts.aggregation import as_tensor, still_known, updated_table
+from fedmq.wire.payloads import ClassPrototypes, Payload
+from protocols.parts.aggregation import as_tensor, means_of, still_known, updated_table
 from protocols.parts.prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"
@@ -205,3 +205,20 @@ def updated(
     alive = torch.where(still_known(table[VERSIONS], version, max_age)[:, None], table[COUNTS], 0)
     means, valid = global_means(table[TABLE].double(), alive, weighted=weighted)
     return {**table, GLOBAL: means.float(), VALID: valid}
+
+
+def summed(context: Context, rows: int, longest: float) -> Mapping[type[Payload], SummedRows]:
+    """The class prototypes of replies in a secure sum; arguments as for :func:`check_rows`."""
+    return {ClassPrototypes: SummedRows(rows, context.dim, longest * (1 + TOLERANCE))}
+
+
+def updated_by_sum(tensors: Mapping[str, Tensor], means: Mapping[str, Tensor], layout: SumLayout) -> dict[str, Tensor]:
+    """Global prototypes after a secure sum: the means over its silos, while other rows stay as they are.
+
+    There is no table: the coordinator knows no single silo's prototypes, so those of earlier rounds do not count.
+    """
+    rows, known = means_of(means, layout, ClassPrototypes)
+    return {
+        GLOBAL: torch.where(known[:, None], rows.float(), tensors[GLOBAL]),
+        VALID: tensors[VALID] | known,
+    }

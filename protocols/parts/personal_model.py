@@ -6,7 +6,7 @@ Personal layers stay at their silos and are never sent, not even as zeros.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,10 +27,12 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
+    SumLayout,
     Task,
     Trained,
     Traits,
     Update,
+    WeightedSum,
     take,
 )
 from fedmq.models.hash_networks import Tower
@@ -306,10 +308,49 @@ class PartialFedAvg(FederatedProtocol):
             replies: replies in the fixed silo order.
             weights: float64 [M], sum 1.
         """
-        layout = self.context.layout
-        before = aggregation.extract(state.theta, layout, self.shared)
+        before = aggregation.extract(state.theta, self.context.layout, self.shared)
         after = aggregation.merge_updates(before, replies, weights, self.branches, self.fedavg.options.branch_renorm)
-        return replace(state, theta=aggregation.inserted(state.theta, layout, self.shared, after))
+        return self._inserted(state, after)
+
+    def _inserted(self, state: State, shared: Tensor) -> State:
+        return replace(state, theta=aggregation.inserted(state.theta, self.context.layout, self.shared, shared))
+
+    @override
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        def merged(after: State, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
+            return MergeResult(replace(after, tensors=self.fedavg.anchoring.averaged(state.tensors, arrived, weights)))
+
+        return self.summed(state, replies, self.fedavg.weights(replies), merged)
+
+    def summed(
+        self,
+        state: State,
+        replies: Sequence[Update],
+        weights: Tensor,
+        merged: Callable[[State, Sequence[Update], Tensor], MergeResult],
+    ) -> WeightedSum:
+        """:meth:`averaged` as a secure sum.
+
+        Args:
+            state: state before the merge.
+            replies: replies in the fixed order of silos, with reports.
+            weights: float64 [M], sum 1.
+            merged: gives the merge's result from the averaged state, the replies in the sum and their weights.
+        """
+        before = aggregation.extract(state.theta, self.context.layout, self.shared)
+
+        def finish(shared: Tensor, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
+            return merged(self._inserted(state, shared), arrived, weights)
+
+        return aggregation.sum_of(before, replies, weights, self.branches, self.fedavg.options.branch_renorm, finish)
+
+    @override
+    def sum_layout(self) -> SumLayout:
+        return SumLayout(self.context.layout, self.shared, self.branches)
+
+    @override
+    def no_sum(self) -> str:
+        return self.fedavg.no_sum()
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""

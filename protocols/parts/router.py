@@ -294,3 +294,14 @@ class Statistics:
     mask: Tensor
     geometry: Tensor
     losses: Tensor
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The weights of a merge, and what the coordinator's state becomes with them."""
+
+    weights: Tensor  # float64 [M], sum 1
+    statistics: Statistics  # of the M replies
+    kept: Mapping[str, Tensor]  # tables, fairness tensors and personal weights
+    adam: Adam
+    log: Mapping[str, float]

@@ -1,0 +1,151 @@
+"""Secure sums of each method: what is merged is the plain merge, and class rows that would show a silo stay hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import protocols
+from coordinator.round_events import Stage
+from fedmq.errors import RemoteWireError, RunError
+from fedmq.federation.protocol import defines_sum, why_no_sum
+from fedmq.wire.payloads import ClassPrototypes, RevealedShares, SumWeights
+from protocols.parts import class_prototypes
+from tests.secure_round import KINDS, NAMES, SIZES, Round, begin
+from tests.small_federation import population
+
+#: Options of methods whose defaults need more than a sum.
+OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "fedcafe": {"memory": "class_mean", "weighted_agg": False},
+    "fedhap": {"hysteresis": 0.0},
+}
+ALL = [name for name in protocols.names() if defines_sum(protocols.load(name)) and name != "central"]
+#: The coordinator has no tables of the rows of single silos.
+ROWS = ("fedhap", "fedcafe", "mfcpl")
+STEPS = (Stage.SHARE, Stage.MASK, Stage.REVEAL)
+
+
+def test_the_methods_with_a_sum() -> None:
+    assert set(ALL) >= {
+        "fedavg",
+        "rcsr",
+        "fedhap",
+        "fedcafe",
+        "fedscmr",
+        "fedcmr",
+        "fedper",
+        "pfedmma",
+        "mfcpl",
+        "moon",
+    }
+    assert not {"fedproto", "fedbridge", "plfedcmh", "local"} & set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_sum_is_the_plain_merge_but_for_fixed_point(tiny: Path, tmp_path: Path, name: str) -> None:
+    federation = population(name, OPTIONS.get(name), kinds=KINDS, sizes=SIZES)
+    federation.round()
+    replies = {silo.name: federation.train(silo).payloads for silo in federation.eligible}
+    anyone = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"
+    start = begin(tiny, tmp_path, federation, replies, anyone)
+    assert not why_no_sum(federation.protocol)
+    start.reported(*replies)
+    for step in STEPS:
+        start.step(step, *replies)
+    mine, plain = start.merged(*replies), start.plain(*replies)
+    assert not torch.equal(mine.theta, start.state.theta)
+    assert torch.allclose(mine.theta, plain.theta, rtol=0, atol=1e-6)
+    assert mine.values == plain.values and mine.tensors.keys() == plain.tensors.keys()
+    for tensor, expected in plain.tensors.items():
+        if name not in ROWS or not tensor.startswith("table_"):
+            assert torch.allclose(mine.tensors[tensor], expected, rtol=0, atol=1e-6), tensor
+    sent = {type(payload) for update in start.updates.values() for payload in update.payloads}
+    assert not sent & start.layout.kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("fedavg", {"branch_renorm": "conflict_free"}, "conflict_free compares the silos' updates"),
+        ("moon", {"branch_renorm": "conflict_free"}, "conflict_free compares the silos' updates"),
+        ("rcsr", {"anchor": "multi"}, "anchor multi needs single centroids"),
+        ("fedcafe", {}, "weighted_agg true compares each silo's memory with the global one; allowed: false"),
+        ("fedcafe", {"weighted_agg": False}, "memory kmeans_seeded clusters the silos' memories; allowed: class_mean"),
+        ("central", {}, "one silo trains on all data"),
+        ("fedproto", {}, "its merge is more than a weighted sum of the updates"),
+    ],
+)
+def test_what_needs_single_updates_or_rows_is_refused_by_name(
+    name: str, options: Mapping[str, object], why: str
+) -> None:
+    assert why in why_no_sum(population(name, options).protocol)
+
+
+def test_pseudo_classes_are_no_sum() -> None:
+    assert "without labels it clusters" in why_no_sum(population("mfcpl", labels=()).protocol)
+
+
+@pytest.fixture
+def hap(tiny: Path, tmp_path: Path) -> Round:
+    """FedHAP, whose silos hold four classes in part."""
+    federation = population("fedhap", OPTIONS["fedhap"], kinds=KINDS, sizes=SIZES)
+    held = {"silo-00": (0, 1), "silo-01": (0, 2, 3), "silo-02": (0, 3), "silo-03": (0, 1), "silo-04": (3,)}
+    replies = {}
+    for silo in federation.eligible:
+        counts = np.array([5 * (row in held[silo.name]) for row in range(4)])
+        replies[silo.name] = tuple(
+            replace(each, counts=counts) if isinstance(each, ClassPrototypes) else each
+            for each in federation.train(silo).payloads
+        )
+    return begin(tiny, tmp_path, federation, replies, "privacy.secure_aggregation={threshold: 0.5}")
+
+
+def test_a_class_row_with_too_few_silos_is_left_alone_by_name(hap: Round) -> None:
+    """Class 2 has one silo; class 1 loses one before the masked updates, class 3 one before the last step."""
+    alive, last = NAMES[:3] + NAMES[4:], NAMES[:3]
+    hap.reported(*NAMES)
+    hap.step(Stage.SHARE, *NAMES)
+    hap.step(Stage.MASK, *alive)
+    revealed = {name: hap.answer(name, hap.coordinator.request(Stage.REVEAL, name)) for name in alive}
+    hap.step(Stage.REVEAL, *last)
+    names, sections = list(hap.layout.sizes), hap.coordinator._sections
+    assert sections is not None
+    assert [names[place] for place in sections] == ["image", "text", "discriminator_delta", "class_prototypes.0"]
+    expected = hap.fixed_point_sums(*last)["class_prototypes.0"]
+    assert np.array_equal(sections[names.index("class_prototypes.0")], expected)
+    for name, open_rows in (("silo-00", [0]), ("silo-01", [0, 3]), ("silo-04", [3])):
+        shares = revealed[name]
+        assert isinstance(shares, RevealedShares)
+        assert np.flatnonzero(shares.rows.any(axis=1)).tolist() == open_rows
+    log = (hap.folder / "coordinator.jsonl").read_text()
+    assert '"rows":"class_prototypes.1, class_prototypes.2, class_prototypes.3"' in log
+    merged = hap.merged(*alive)
+    mean = np.mean([hap.silos[name]._kept.values["class_prototypes.0"] for name in last], axis=0)  # type: ignore[union-attr]
+    assert np.allclose(merged.tensors[class_prototypes.GLOBAL][0], mean, atol=1e-6)
+    assert not merged.tensors[class_prototypes.GLOBAL][1:].any()
+    assert merged.tensors[class_prototypes.VALID].tolist() == [True, False, False, False]
+
+
+def test_a_silo_refuses_a_weight_where_it_has_nothing_to_add(hap: Round) -> None:
+    hap.reported(*NAMES)
+    hap.step(Stage.SHARE, *NAMES)
+    keys, weights = hap.coordinator.request(Stage.MASK, "silo-00")
+    assert isinstance(weights, SumWeights)
+    changed = weights.weights.copy()
+    changed[weights.branches.index("class_prototypes.2")] = 0.2
+    with pytest.raises(RemoteWireError, match=r"the sum of class_prototypes\.2, to which this silo has nothing to add"):
+        hap.answer("silo-00", (keys, replace(weights, weights=changed)))
+
+
+def test_a_row_longer_than_the_method_allows_is_refused_at_the_silo(hap: Round) -> None:
+    long = tuple(
+        replace(each, prototypes=each.prototypes * 100) if isinstance(each, ClassPrototypes) else each
+        for each in hap.replies["silo-00"]
+    )
+    with pytest.raises(RunError, match=r"a row class_prototypes\.[01] with .*, allowed: at most"):
+        hap.silos["silo-00"].withhold(2, long, hap.layout, hap.context.context.silos[0])

@@ -1,0 +1,145 @@
+"""FedAdam, FedYogi, SCAFFOLD, FedNova, Ditto and FedRep against numpy versions written from their papers.
+
+The gradients are those of the silo in ``tests/foreign``, float64 without automatic differentiation. A silo here has one
+caption per item; except for FedNova its items fit into one batch, so that the order of items has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Training
+from fedmq.federation.protocol import Update
+from fedmq.wire.payloads import ModalityPrototypes
+from tests import in_process_run
+from tests.foreign.training import Array, Options, Parameters, Tower, _batch
+from tests.small_federation import SmallFederation, population
+from tests.threaded_run import resolved
+
+RATE, STEPS = 0.2, 3
+ALL = (0, 1, 2, 3)  # paired, images only, captions only, paired
+HELD = {0: ("visual.", "text."), 1: ("visual.",), 2: ("text.",), 3: ("visual.", "text.")}
+SAMPLES = {0: 11, 1: 9, 2: 7, 3: 5}
+TOWERS = ("visual.", "text.")
+
+
+def federation(name: str, options: Mapping[str, Any] | None = None, **training: Any) -> SmallFederation:
+    """Four silos that take plain gradient steps on all their items."""
+    settings = {"momentum": 0.0, "batch_size": 64, "local_epochs": STEPS, **training}
+    plain = Training(
+        optimizer="sgd", weight_decay=0.0, learning_rate=RATE, schedule="constant", warmup_rounds=0, **settings
+    )
+    run = population(name, options, training=plain)
+    run.shares = {i: replace(share, captions=torch.ones_like(share.captions)) for i, share in run.shares.items()}
+    return run
+
+
+def replies(run: SmallFederation, silos: Sequence[int]) -> list[Update]:
+    return [run.reply(run.context.silos[i], run.train(run.context.silos[i], RATE)) for i in silos]
+
+
+def merge(run: SmallFederation, given: Sequence[Update]) -> None:
+    run.state, run.version = run.protocol.merge(run.state, given, run.version).state, run.version + 1
+
+
+def named(run: SmallFederation, flat: torch.Tensor) -> Parameters:
+    """A buffer [P] by parameter name, float64."""
+    views = run.model.layout.views(np.ascontiguousarray(flat.numpy()))
+    return {name: view.astype(np.float64) for name, view in views.items()}
+
+
+def near(found: Parameters, wanted: Parameters, tolerance: float = 1e-6) -> None:
+    assert wanted
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=tolerance, err_msg=name)
+
+
+def known(run: SmallFederation) -> dict[str, Array]:
+    """The prototypes that a task marks as known, by tower."""
+    task = run.protocol.task(run.state, run.context.silos[0])
+    (sent,) = (each for each in task if isinstance(each, ModalityPrototypes))
+    rows = {"visual.": sent.image, "text.": sent.text}
+    return {name: rows[name].astype(np.float64) for bit, name in enumerate(TOWERS) if sent.mask >> bit & 1}
+
+
+def gradient(run: SmallFederation, index: int, theta: Parameters, anchors: Mapping[str, Array]) -> Parameters:
+    """Gradient of a silo's loss on all its items, of the parameters of its towers."""
+    share = run.shares[index]
+    items = {}
+    if share.image is not None:
+        items["visual."] = share.image.numpy().astype(np.float64)
+    if share.text is not None:
+        items["text."] = share.text[:, 0].numpy().astype(np.float64)
+    towers = {name: Tower(theta, name) for name in items}
+    codes = {name: towers[name].forward(x) for name, x in items.items()}
+    _, slopes = _batch(codes, anchors, Options(lambda_a=0.0, lambda_s=0.0))
+    return {key: part for name, slope in slopes.items() for key, part in towers[name].backward(slope).items()}
+
+
+def trains(index: int, anchors: Mapping[str, Array]) -> bool:
+    """Whether a silo has a loss: a pair's contrast, or the prototype of the modality that it lacks."""
+    return len(HELD[index]) == 2 or any(name in anchors for name in TOWERS if name not in HELD[index])
+
+
+def weighted(run: SmallFederation, given: Sequence[Update]) -> Parameters:
+    """Mean of the updates by samples, each tower over the silos that trained it."""
+    found, updates = {}, [(SAMPLES[each.silo.index], named(run, each.delta)) for each in given]
+    for tower in TOWERS:
+        layers = [name for name in updates[0][1] if name.startswith(tower)]
+        active = [(n, update) for n, update in updates if any(update[name].any() for name in layers)]
+        total = sum(n for n, _ in active) or 1
+        for name in layers:
+            found[name] = sum((n / total * update[name] for n, update in active), 0 * updates[0][1][name])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- FedAdam, FedYogi
+@pytest.mark.parametrize("optimizer", ["adam", "yogi"])
+def test_the_coordinators_steps_are_those_of_algorithm_2_and_a_branch_without_silos_stays(optimizer: str) -> None:
+    run = federation("fedopt", {"optimizer": optimizer, "server_rate": 0.03, "adaptivity": 2e-3})
+    x = named(run, run.state.theta)
+    m, v = {name: 0 * each for name, each in x.items()}, {name: 0 * each + 2e-3**2 for name, each in x.items()}
+    for silos in (ALL, ALL, (2,), ALL):  # in the third round no silo has images
+        given = replies(run, silos)
+        for name, update in weighted(run, given).items():
+            if not any(name.startswith(tower) for i in silos for tower in HELD[i]):
+                continue
+            m[name] = 0.9 * m[name] + 0.1 * update
+            if optimizer == "adam":
+                v[name] = 0.99 * v[name] + 0.01 * update**2
+            else:
+                v[name] = v[name] - 0.01 * update**2 * np.sign(v[name] - update**2)
+            x[name] = x[name] + 0.03 * m[name] / (np.sqrt(v[name]) + 2e-3)
+        before = run.state.theta
+        merge(run, given)
+        near(named(run, run.state.theta), x)
+        moved = [bool((run.state.theta != before)[run.model.branch(tower)].any()) for tower in TOWERS]
+        assert moved == [silos == ALL, True]
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_crash, after_event: 7}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("fedopt", "sync")],
+)
+def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
+    tiny: Path, tmp_path: Path, name: str, mode: str
+) -> None:
+    settings = (f"protocol={name}", f"aggregation.mode={mode}")
+    whole = in_process_run.run(resolved(tiny, *settings), tmp_path / "whole").summary
+    killed = in_process_run.run_restarted(resolved(tiny, *settings, CRASH), tmp_path / "killed").summary
+    assert whole is not None
+    assert killed is not None
+    found, wanted = killed.plain(), whole.plain()
+    assert found["model_digest"] == wanted["model_digest"]
+    assert found.get("personal") == wanted.get("personal")

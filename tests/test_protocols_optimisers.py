@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Training
+from fedmq.errors import InputError
 from fedmq.federation.protocol import Update
 from fedmq.wire.payloads import ModalityPrototypes
 from tests import in_process_run
@@ -124,13 +125,84 @@ def test_the_coordinators_steps_are_those_of_algorithm_2_and_a_branch_without_si
         assert moved == [silos == ALL, True]
 
 
+# ------------------------------------------------------------------------------------------------- SCAFFOLD
+def test_scaffolds_models_and_control_variates_are_those_of_algorithm_1_option_ii() -> None:
+    run = federation("scaffold")
+    x = named(run, run.state.theta)
+    c = {name: 0 * each for name, each in x.items()}
+    own = {i: {name: 0 * each for name, each in x.items()} for i in ALL}
+    for silos in (ALL, (0, 1), ALL, (2, 3), ALL):  # in the first round silos with one modality have no prototype yet
+        anchors, given = known(run), replies(run, silos)
+        moved, changed = {name: list[Array]() for name in x}, {name: 0 * each for name, each in x.items()}
+        for i in (i for i in silos if trains(i, anchors)):
+            y, held = dict(x), [name for name in x if name.startswith(HELD[i])]
+            for _ in range(STEPS):
+                g = gradient(run, i, y, anchors)
+                y |= {name: y[name] - RATE * (g[name] - own[i][name] + c[name]) for name in held}
+            for name in held:
+                new = own[i][name] - c[name] + (x[name] - y[name]) / (STEPS * RATE)
+                changed[name] = changed[name] + new - own[i][name]
+                own[i][name] = new
+                moved[name].append(y[name] - x[name])
+        merge(run, given)
+        for name in x:  # three of four silos have each branch
+            x[name] = x[name] + (np.mean(moved[name], axis=0) if moved[name] else 0)
+            c[name] = c[name] + changed[name] / 3
+        near(named(run, run.state.theta), x)
+        near(named(run, run.state.tensors["control"]), c)
+        for i in silos:
+            near(named(run, run.personal[i][f"control.{run.version}"]), own[i])
+    assert max(np.abs(each).max() for each in c.values()) > 1e-2
+
+
+def test_scaffolds_c_is_the_mean_of_the_control_variates_although_replies_are_discarded_or_late() -> None:
+    run = federation("scaffold")
+
+    def mean() -> torch.Tensor:
+        """The mean of the c_i that c counts, in each branch over the three silos that have it."""
+        counted = run.state.tensors["counted"].tolist()
+        kept = (run.personal.get(i, {}).get(f"control.{counted[i]}") for i in ALL)
+        return sum((each for each in kept if each is not None), torch.zeros_like(run.state.theta)) / 3
+
+    merge(run, replies(run, ALL))
+    late, state, version = replies(run, (0,)), run.state, run.version
+    replies(run, (3,))  # discarded
+    merge(run, replies(run, (1, 2)))
+    again = replies(run, (0,))  # before the reply to its task before is merged
+    late = [replace(each, base_version=version, base=state, staleness=1) for each in late]
+    merge(run, [*late, replace(again[0], base=run.state)])
+    torch.testing.assert_close(run.state.tensors["control"], mean(), rtol=0, atol=1e-6)
+    for silos in ((3,), ALL):
+        merge(run, replies(run, silos))
+        torch.testing.assert_close(run.state.tensors["control"], mean(), rtol=0, atol=1e-6)
+    assert [len(run.personal[i]) for i in ALL] == [3, 2, 2, 2], "a reply of the first silo may still arrive"
+
+
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    [
+        ("privacy.clip_norm=1.0", "privacy.clip_norm"),
+        ("compression.updates={kind: int8}", "compression.updates.kind"),
+        ("privacy.secure_aggregation={}", "privacy.secure_aggregation"),
+        ("aggregation.single_weight=0.5", "aggregation.single_weight"),
+        ("protocol={name: scaffold, weighting: samples}", "protocol.weighting"),
+    ],
+)
+def test_scaffold_refuses_what_its_control_variates_do_not_allow(
+    tiny: Path, tmp_path: Path, setting: str, place: str
+) -> None:
+    with pytest.raises(InputError, match="uniform" if "weighting" in setting else "scaffold") as caught:
+        in_process_run.run(resolved(tiny, "protocol=scaffold", setting), tmp_path)
+    assert place in str(caught.value)
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_crash, after_event: 7}]"
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fedopt", "sync")],
+    [("fedopt", "sync"), ("scaffold", "buffered")],
 )
 def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
     tiny: Path, tmp_path: Path, name: str, mode: str

@@ -284,6 +284,8 @@ class Traits:
             ``aggregation.single_weight`` applies.
         adds_sum: merges add a weighted sum of the updates, whose weights depend on statistics alone
             (:meth:`FederatedProtocol.weigh`), so that ``privacy.secure_aggregation`` applies.
+        exact_updates: the method derives more from an update than its silo sends, so that the update has to arrive as
+            it was trained, without clipping, noise and compression.
     """
 
     pooled: bool = False
@@ -300,6 +302,7 @@ class Traits:
     unpaired: Literal["ignored", "anchored"] = "ignored"
     weighs_single_silos: bool = True
     adds_sum: bool = False
+    exact_updates: bool = False
 
 
 @dataclass(frozen=True)

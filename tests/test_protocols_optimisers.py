@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Training
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Update
-from fedmq.wire.payloads import ModalityPrototypes
+from fedmq.wire.payloads import LocalSteps, ModalityPrototypes
+from protocols.fednova import gradient_weight
 from tests import in_process_run
 from tests.foreign.training import Array, Options, Parameters, Tower, _batch
+from tests.replies import payload_of, with_payload
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
@@ -196,13 +198,61 @@ def test_scaffold_refuses_what_its_control_variates_do_not_allow(
     assert place in str(caught.value)
 
 
+# ------------------------------------------------------------------------------------------------- FedNova
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fednova_averages_updates_divided_by_the_weights_of_their_gradients(momentum: float) -> None:
+    run = federation("fednova", momentum=momentum, batch_size=4)
+    # 11 pairs are batches of 4, 4 and 3; 5 pairs are one batch, since a single pair has no contrast.
+    steps = {0: 3 * STEPS, 1: 3 * STEPS, 2: 2 * STEPS, 3: STEPS}
+    lengths = {i: sum((1 - momentum**k) / (1 - momentum) for k in range(1, n + 1)) for i, n in steps.items()}
+    for silos in (ALL, ALL, (0, 2)):
+        anchors, given, x = known(run), replies(run, silos), named(run, run.state.theta)
+        for reply in given:
+            values = [steps[reply.silo.index] * trains(reply.silo.index, anchors) * (tower in HELD[reply.silo.index])
+                      for tower in TOWERS]  # fmt: skip
+            assert payload_of(reply, LocalSteps).values.tolist() == [*values, 0]
+        for name in x:
+            active = [
+                (SAMPLES[i], lengths[i], named(run, reply.delta)[name])
+                for i, reply in zip(silos, given, strict=True)
+                if trains(i, anchors) and name.startswith(HELD[i])
+            ]
+            total = sum(n for n, _, _ in active)
+            effective = sum(n / total * length for n, length, _ in active)
+            x[name] = x[name] + effective * sum(n / total * delta / length for n, length, delta in active)
+        plain = run.state.theta + torch.cat([torch.from_numpy(d.ravel()) for d in weighted(run, given).values()])
+        merge(run, given)
+        near(named(run, run.state.theta), x)
+        assert float((run.state.theta - plain).abs().max()) > 1e-3
+
+
+def test_a_momentum_step_weighs_a_gradient_as_in_the_update() -> None:
+    assert gradient_weight(0, 0.9) == 0
+    position, velocity = 0.0, 0.0
+    for count in range(1, 6):  # with all gradients 1 and rate 1 the update is the sum of their weights
+        velocity = 0.5 * velocity + 1
+        position += velocity
+        assert gradient_weight(count, 0.5) == pytest.approx(position)
+        assert gradient_weight(count, 0.0) == count
+
+
+@pytest.mark.parametrize("name", ["fednova", "scaffold"])
+def test_more_steps_than_the_silos_items_have_batches_are_refused(name: str) -> None:
+    run = federation(name)
+    (reply,) = replies(run, (0,))
+    run.protocol.check(reply.payloads)
+    lie = with_payload(reply, LocalSteps(np.array([2 * STEPS + 1, 0, 0])))
+    with pytest.raises(RemoteWireError, match="7 local steps on 11 items, allowed: at most 6"):
+        run.protocol.check(lie.payloads)
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_crash, after_event: 7}]"
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fedopt", "sync"), ("scaffold", "buffered")],
+    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync")],
 )
 def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
     tiny: Path, tmp_path: Path, name: str, mode: str

@@ -20,6 +20,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Update
 from fedmq.wire.payloads import LocalSteps, ModalityPrototypes
 from protocols.fednova import gradient_weight
+from protocols.parts.personal_model import OWN
 from tests import in_process_run
 from tests.foreign.training import Array, Options, Parameters, Tower, _batch
 from tests.replies import payload_of, with_payload
@@ -246,13 +247,36 @@ def test_more_steps_than_the_silos_items_have_batches_are_refused(name: str) -> 
         run.protocol.check(lie.payloads)
 
 
+# ------------------------------------------------------------------------------------------------- Ditto
+def test_dittos_personal_models_descend_their_loss_and_the_distance_to_the_downloaded_model() -> None:
+    run, plain = federation("ditto", {"lambda_v": 0.7}), federation("fedavg")
+    start = named(run, run.model.initial())
+    v = dict.fromkeys(ALL, start)
+    for silos in (ALL, (0, 1), ALL):
+        anchors, w = known(run), named(run, run.state.theta)
+        given = replies(run, silos)
+        for i in (i for i in silos if trains(i, anchors)):
+            for _ in range(STEPS):
+                g = gradient(run, i, v[i], anchors)
+                v[i] = {
+                    name: each - RATE * (g[name] + 0.7 * (each - w[name])) if name in g else each
+                    for name, each in v[i].items()
+                }
+        for i in (i for i in silos if OWN in run.personal[i]):
+            near(named(run, run.personal[i][OWN]), v[i])
+        assert {i for i in ALL if OWN in run.personal.get(i, {})} == {i for i in ALL if v[i] is not start}
+        merge(run, given)
+        merge(plain, replies(plain, silos))
+        assert torch.equal(run.state.theta, plain.state.theta), "the global model is FedAvg's"
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_crash, after_event: 7}]"
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync")],
+    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync"), ("ditto", "sync")],
 )
 def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
     tiny: Path, tmp_path: Path, name: str, mode: str

@@ -18,7 +18,7 @@ import torch
 from fedmq.config.scenario import Training
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Update
-from fedmq.wire.payloads import LocalSteps, ModalityPrototypes
+from fedmq.wire.payloads import LocalSteps, ModalityPrototypes, PartialDelta
 from protocols.fednova import gradient_weight
 from protocols.parts.personal_model import OWN
 from tests import in_process_run
@@ -270,13 +270,45 @@ def test_dittos_personal_models_descend_their_loss_and_the_distance_to_the_downl
         assert torch.equal(run.state.theta, plain.state.theta), "the global model is FedAvg's"
 
 
+# ------------------------------------------------------------------------------------------------- FedRep
+def test_fedreps_heads_are_fitted_to_the_downloaded_body_before_the_body_is_trained() -> None:
+    run, heads = federation("fedrep", {"head_epochs": 4}), (".head.",)
+    body = named(run, run.state.theta)
+    own = {i: {name: each for name, each in body.items() if ".head." in name} for i in ALL}
+    for silos in (ALL, (0, 2), ALL):
+        anchors, given = known(run), replies(run, silos)
+        updates = list[tuple[int, Parameters]]()
+        for i in (i for i in silos if trains(i, anchors)):
+            theta = {**body, **own[i]}
+            for count, wanted in ((4, True), (STEPS, False)):
+                for _ in range(count):
+                    for name, slope in gradient(run, i, theta, anchors).items():
+                        if any(part in name for part in heads) is wanted:
+                            theta = {**theta, name: theta[name] - RATE * slope}
+            own[i] = {name: theta[name] for name in own[i]}
+            updates.append((i, {name: theta[name] - body[name] for name in body if name not in own[i]}))
+        for i, reply in zip(silos, given, strict=True):
+            assert not any(".head." in name for name in payload_of(reply, PartialDelta).names)
+            kept = run.protocol.personal  # type: ignore[attr-defined]
+            part = run.model.layout.part(kept).views(np.ascontiguousarray(run.personal[i][OWN].numpy()))
+            near({name: each.astype(np.float64) for name, each in part.items()}, own[i])
+        for name in body:
+            active = [
+                (SAMPLES[i], update[name]) for i, update in updates if name in update and name.startswith(HELD[i])
+            ]
+            total = sum(n for n, _ in active) or 1
+            body[name] = body[name] + sum(n / total * update for n, update in active)
+        merge(run, given)
+        near(named(run, run.state.theta), {name: each for name, each in body.items() if ".head." not in name})
+
+
 # ------------------------------------------------------------------------------------------------- whole runs
 CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_crash, after_event: 7}]"
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync"), ("ditto", "sync")],
+    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync"), ("ditto", "sync"), ("fedrep", "sync")],
 )
 def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
     tiny: Path, tmp_path: Path, name: str, mode: str

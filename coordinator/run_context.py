@@ -264,7 +264,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
     sent = sent_kinds(run_context)
-    updates.check_uploads(scenario, sent)
+    updates.check_uploads(scenario, sent, exact=method.traits().exact_updates)
     check_privacy(scenario, sent, [samples[silo.index] for silo in context.silos if method.eligible(silo)])
     if scenario.compression.model.kind != "none":
         state = method.initial(model.flat.detach().clone())

@@ -96,7 +96,13 @@ class FedAvg(FederatedProtocol):
         return self.trained(local, task)
 
     def trained(
-        self, local: Local, task: Task, *, extra: training.Extra | None = None, lambda_s: float = 0.0
+        self,
+        local: Local,
+        task: Task,
+        *,
+        extra: training.Extra | None = None,
+        lambda_s: float = 0.0,
+        correction: Tensor | None = None,
     ) -> Trained:
         """Local epochs on the base loss; methods that add terms to FedAvg pass them here.
 
@@ -105,14 +111,28 @@ class FedAvg(FederatedProtocol):
             task: with the model.
             extra: loss term added in the main step of each batch.
             lambda_s: weight of the proximal term ||theta - base||^2.
+            correction: float32 [P], added to the parameters after every step.
         """
         base = training.load_model(local, take(task.payloads, Model).buffer)
         work = self.work(local, task)
         outcome = training.train_epochs(
-            local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, resumable=True
+            local,
+            self.context,
+            task,
+            base,
+            work,
+            extra=extra,
+            lambda_s=lambda_s,
+            correction=correction,
+            resumable=True,
         )
         update = training.delta_payload(self.context, outcome, len(local.dataset))
-        return Trained((update, Loss(outcome.loss)), {} if work is None else work.kept(), outcome.loss, work is None)
+        kept = {} if work is None else work.kept()
+        return Trained((update, *self.statistics(outcome)), kept, outcome.loss, work is None)
+
+    def statistics(self, outcome: training.TrainingResult) -> tuple[Payload, ...]:
+        """What a reply reports of local training beside the update: the loss."""
+        return (Loss(outcome.loss),)
 
     def work(self, local: Local, task: Task) -> training.Work | None:
         """The silo's training on the base loss; None if it has nothing to minimise."""
@@ -201,10 +221,16 @@ class AnchoredFedAvg(FedAvg):
         return replace(result, state={**result.state, **self.kept(local, trained=not result.idle)})
 
     def trained(
-        self, local: Local, task: Task, *, extra: training.Extra | None = None, lambda_s: float = 0.0
+        self,
+        local: Local,
+        task: Task,
+        *,
+        extra: training.Extra | None = None,
+        lambda_s: float = 0.0,
+        correction: Tensor | None = None,
     ) -> Trained:
         """FedAvg's local epochs, then the silo's prototypes."""
-        result = super().trained(local, task, extra=extra, lambda_s=lambda_s)
+        result = super().trained(local, task, extra=extra, lambda_s=lambda_s, correction=correction)
         return replace(result, payloads=(*result.payloads, *self.anchoring.report(local, task)))
 
     def work(self, local: Local, task: Task) -> training.Work | None:

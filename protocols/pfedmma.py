@@ -15,7 +15,7 @@ default 0.5 as in RCSR's comparison.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -62,11 +62,11 @@ class PFedMma(PartialFedAvg):
         return shared
 
     @override
-    def trained_ranges(self, local: Local) -> Mapping[str, slice]:
+    def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:
         trained = training.branches_of(local)
         if self.options.heads == "personal":
             return trained
-        return {name: local.model.branch(f"{_PREFIXES[name]}adapters.") for name in trained}
+        return {name: [local.model.branch(f"{_PREFIXES[name]}adapters.")] for name in trained}
 
     @classmethod
     def traits_of(cls, options: PFedMmaOptions) -> Traits:

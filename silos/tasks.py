@@ -50,7 +50,7 @@ from fedmq.wire.compression import form_of
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import Metrics, Model, Payload, SiloMetrics
+from fedmq.wire.payloads import ControlVariate, Metrics, Model, Payload, SiloMetrics
 from protocols.parts.missing_branch import shortened, updating
 from silos.personal_state import DiskQueue, StateStore
 
@@ -175,9 +175,9 @@ class Silo:
         """
         form = self.scenario.compression.model.kind
         for payload in message.payloads:
-            if isinstance(payload, Model):
-                if (found := form_of(payload.buffer)) != form:
-                    raise RemoteWireError("unexpected", f"a model with compression {found}, agreed: {form}")
+            if isinstance(payload, Model) and (found := form_of(payload.buffer)) != form:
+                raise RemoteWireError("unexpected", f"a model with compression {found}, agreed: {form}")
+            if isinstance(payload, Model | ControlVariate):
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
         match message.header.kind:
             case Kind.TASK:

@@ -120,7 +120,9 @@ def population(
     else:
         features = Backbone(name="features")
         model, another = (build(features, inputs, seed, objective=objective, label_names=LABELS) for _ in range(2))
-    training = training or Training(batch_size=8, local_epochs=2)
+    # The schedule's rates are those of tasks (SmallFederation.train).
+    constant = Training(batch_size=8, local_epochs=2, learning_rate=1e-3, schedule="constant", warmup_rounds=0)
+    training = training or constant
     facts = (seed, 5, silos, model.layout, model.dim, training, objective, labels)
     public = share(SiloFacts("public", len(silos), True, True), 10)
     context = Context(*facts, public=lambda: public, build=lambda: another)

@@ -23,7 +23,7 @@ from tests.threaded_run import resolved
 pytestmark = pytest.mark.slow
 
 PAGE = ROOT / "docs" / "howto" / "own_methods.md"
-FEDADAM = file_under(PAGE, "A method with tensors of its own")
+FEDAVGM = file_under(PAGE, "A method with tensors of its own")
 ON_SELF = """
 class OnSelf(PROTOCOL):
     def merge(self, state, replies, round_):
@@ -82,13 +82,13 @@ def test_a_changed_attribute_is_named_once(name: str, capfd: pytest.CaptureFixtu
     assert "keep it in State.tensors or State.values (docs/howto/own_methods.md)" in line
 
 
-def test_fedadam_of_the_documentation_resumes_to_the_same_model(
+def test_fedavgm_of_the_documentation_resumes_to_the_same_model(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "fedadam.py").write_text(FEDADAM)
+    (tmp_path / "fedavgm.py").write_text(FEDAVGM)
     digests = []
     for name, faults in (("whole", "[]"), ("resumed", "[{kind: coordinator_crash, after_round: 2}]")):
-        scenario = resolved(tiny, f"protocol={tmp_path / 'fedadam.py'}", "rounds=3", f"faults={faults}")
+        scenario = resolved(tiny, f"protocol={tmp_path / 'fedavgm.py'}", "rounds=3", f"faults={faults}")
         digests.append(in_process_run.run_restarted(scenario, tmp_path / name).summary.model_digest)
     assert digests[0] == digests[1] != in_process_run.run(resolved(tiny), tmp_path / "fedavg").summary.model_digest
     assert "warning" not in capfd.readouterr().err
@@ -97,7 +97,7 @@ def test_fedadam_of_the_documentation_resumes_to_the_same_model(
 def test_a_method_with_a_tensor_on_itself_is_named_in_a_run(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_text(FEDADAM + ON_SELF)
+    (tmp_path / "mine.py").write_text(FEDAVGM + ON_SELF)
     in_process_run.run(resolved(tiny, f"protocol={tmp_path / 'mine.py'}"), tmp_path / "run")
     assert capfd.readouterr().err.count("warning: OnSelf changed self.last, which") == 1
 

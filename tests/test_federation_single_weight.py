@@ -37,7 +37,7 @@ def weighted(given: Sequence[Update], factor: float) -> list[Update]:
 
 def test_every_method_that_averages_updates_by_their_factor_has_the_weight() -> None:
     without = METHODS.keys() - set(NAMES)
-    assert without == {"local", "central", "fedproto", "plfedcmh", "paired_only", "matched_control"}
+    assert without == {"local", "central", "fedproto", "plfedcmh", "scaffold", "paired_only", "matched_control"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in AT_THE_COORDINATOR])

@@ -514,10 +514,12 @@ def test_a_base_lowers_its_loss(base: str) -> None:
 @pytest.mark.parametrize("base", BASES)
 def test_general_methods_run_on_every_base(base: str) -> None:
     plain = small(base)
-    for name in ("central", "fedprox", "local", "moon"):
+    for name in ("central", "fedprox", "local", "scaffold", "ditto", "fedrep", "moon"):
         run = small(base, name)
         for _ in range(3):
             run.round()
+        for reply in run.replies():
+            run.protocol.check(reply.payloads)
         moved = run.personal[0][OWN] if name == "local" else run.state.theta
         assert torch.isfinite(moved).all() and not torch.equal(moved, run.model.initial())
     for _ in range(3):

@@ -29,6 +29,7 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
+    ControlVariate,
     DataFormat,
     DataStatement,
     Delta,
@@ -36,6 +37,7 @@ from fedmq.wire.payloads import (
     Error,
     Geometry,
     LabelCount,
+    LocalSteps,
     Loss,
     MaskedUpdate,
     MeanAveragePrecision,
@@ -149,6 +151,8 @@ def _messages() -> dict[str, Message]:
         "representations": Representations(rows.astype(np.float16), "text"),
         "representations_float32": Representations(rows, "both"),
         "discriminator_delta": DiscriminatorDelta(LAYOUT.digest, -floats, 1),
+        "control_variate": ControlVariate(LAYOUT.digest, floats / 2, 4),
+        "local_steps": LocalSteps(np.array([8, 0, 8])),
         "metrics": Metrics({"mean_r1": 0.5, "i2t_r1": 0.25}, {"silo-00": {"mean_r1": 0.125}, "silo-01": {}}),
     }
     info = TaskInfo(round=2, rounds=200, committed=1, learning_rate=0.001)

@@ -127,7 +127,7 @@ class Workplace:
     # the cost.
     processes: bool
     jobs: int  # number of parallel runs
-    start: jobs.Start  # starts a run
+    start: Start  # starts a run
 
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:

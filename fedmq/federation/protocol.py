@@ -345,6 +345,8 @@ class Traits:
         weighs_single_silos: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
             ``aggregation.single_weight`` applies.
         completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
+        exact_updates: the method derives more from an update than its silo sends, so that the update has to arrive as
+            it was trained, without clipping, noise and compression.
     """
 
     pooled: bool = False
@@ -361,6 +363,7 @@ class Traits:
     unpaired: Literal["ignored", "anchored"] = "ignored"
     weighs_single_silos: bool = True
     completes_items: bool = False
+    exact_updates: bool = False
 
 
 @dataclass(frozen=True)

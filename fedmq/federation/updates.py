@@ -111,19 +111,25 @@ def nominal_bytes(layout: Layout, options: UpdateCompression | ModelCompression)
     return sent_bytes(encoded(options.kind, np.zeros(layout.size, np.float32), settings))
 
 
-def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]]) -> None:
-    """Refuse clipping and compression with a method whose silos send no update.
+def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]], *, exact: bool) -> None:
+    """Refuse clipping and compression with a method whose silos send no update, or need theirs to be exact.
+
+    Args:
+        scenario: the scenario.
+        uploads: kinds of payload that each silo uploads.
+        exact: the method needs updates as they were trained.
 
     Raises:
-        InputError: none of the kinds of payload that the silos upload is an update.
+        InputError: clipping or compression does not apply to the method.
     """
-    if any(set(UPDATES) & kinds for kinds in uploads):
+    sent, label = any(set(UPDATES) & kinds for kinds in uploads), scenario.protocol.label
+    if sent and not exact:
         return
-    no_update = f"silos of {scenario.protocol.label} send no update that could be"
+    why = f"{label} needs updates that are not" if sent else f"silos of {label} send no update that could be"
     if (norm := scenario.privacy.clip_norm) is not None:
-        raise InputError("privacy.clip_norm", norm, f"null: {no_update} clipped")
+        raise InputError("privacy.clip_norm", norm, f"null: {why} clipped")
     if (kind := scenario.compression.updates.kind) != "none":
-        raise InputError("compression.updates.kind", kind, f"none: {no_update} compressed")
+        raise InputError("compression.updates.kind", kind, f"none: {why} compressed")
 
 
 def check_downloads(scenario: Scenario, tasks: Sequence[Sequence[Payload]]) -> None:

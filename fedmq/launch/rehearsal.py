@@ -322,6 +322,8 @@ def _compared_with_fedavg(run: ResolvedRun, population: Population, usual: _Roun
         float(torch.linalg.vector_norm(average.theta - other, dtype=torch.float64)) for other in (usual.theta, start)
     )
     after = f"after {counted(usual.merges, 'round')} with all its parts switched on, its model"
+    if distance == 0 and protocols.traits_of(run.scenario).personalised:
+        return  # its silos' personal models may be all that it adds, as with Ditto
     if distance == 0:
         yield CheckWarning(Finding.EQUALS_FEDAVG, f"{label} is FedAvg here: {after} is bit-identical to FedAvg's")
     elif moved and distance / moved < _EQUAL:

@@ -23,10 +23,20 @@ class FusedOptimiser:
         parameters: float32 tensors, updated in place from their ``.grad``; None counts as a zero gradient.
         training: optimiser, momentum or betas, and weight decay.
         learning_rate: learning rate of all steps.
+        corrections: a float32 tensor for each parameter, which is added to it after every step; empty adds nothing.
+
+    Attributes:
+        taken: number of steps so far.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], training: Training, learning_rate: float) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        training: Training,
+        learning_rate: float,
+        corrections: Sequence[Tensor] = (),
+    ) -> None:
+        self._parameters, self._corrections, self.taken = list(parameters), corrections, 0
         self._training, self._rate = training, learning_rate
         self._first = [torch.zeros_like(part) for part in self._parameters]
         self._second = [torch.zeros_like(part) for part in self._parameters]
@@ -35,10 +45,11 @@ class FusedOptimiser:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of its moments and step counts on the CPU, by name."""
+        taken = {"taken": torch.tensor(self.taken)}
         lists: dict[str, Sequence[Tensor | None]] = {
             "first": self._first, "second": self._second, "steps": self._steps, "momentum": self._momentum
         }  # fmt: skip
-        return {
+        return taken | {
             f"{name}.{number}": tensor.cpu().clone()
             for name, tensors in lists.items()
             for number, tensor in enumerate(tensors)
@@ -47,6 +58,7 @@ class FusedOptimiser:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what :meth:`state` returned for the same parameters."""
+        self.taken = int(state["taken"])
         for name, tensors in {"first": self._first, "second": self._second, "steps": self._steps}.items():
             for number, tensor in enumerate(tensors):
                 tensor.copy_(state[f"{name}.{number}"])
@@ -57,6 +69,12 @@ class FusedOptimiser:
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters in place."""
+        self._descend()
+        self.taken += 1
+        for parameter, correction in zip(self._parameters, self._corrections, strict=False):
+            parameter.add_(correction)
+
+    def _descend(self) -> None:
         gradients = [torch.zeros_like(part) if part.grad is None else part.grad for part in self._parameters]
         if self._training.optimizer == "sgd":
             sgd(
@@ -92,7 +110,13 @@ class FusedOptimiser:
         )
 
 
-def optimiser(model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]) -> FusedOptimiser:
+def optimiser(
+    model: TwoTower,
+    training: Training,
+    learning_rate: float,
+    branches: Sequence[slice],
+    correction: Tensor | None = None,
+) -> FusedOptimiser:
     """Create an optimiser for some branches of a model.
 
     Parameters outside ``branches`` do not change, not even by weight decay. Weight decay also applies to biases, as in
@@ -103,6 +127,7 @@ def optimiser(model: TwoTower, training: Training, learning_rate: float, branche
         training: optimiser, momentum or betas, and weight decay.
         learning_rate: learning rate of this round.
         branches: ranges from :meth:`TwoTower.branch`; empty ones are ignored.
+        correction: float32 [P], added to the parameters after every step; None adds nothing.
 
     Raises:
         ValueError: the branches contain no parameters.
@@ -110,4 +135,5 @@ def optimiser(model: TwoTower, training: Training, learning_rate: float, branche
     parameters = model.within(branches)
     if not parameters:
         raise ValueError("an optimiser needs at least one branch with parameters")
-    return FusedOptimiser(parameters, training, learning_rate)
+    corrections = [] if correction is None else model.within(branches, correction)
+    return FusedOptimiser(parameters, training, learning_rate, corrections)

@@ -328,9 +328,13 @@ class TwoTower(nn.Module):
         code = self.outputs("text", x).code
         return code if self.bank is None else self.bank.texts(code)
 
-    def within(self, branches: Sequence[slice]) -> list[nn.Parameter]:
-        """The parameters in the given ranges of :attr:`flat`, in the order of :attr:`flat`."""
-        return [parameter for parameter, part in self._parts if any(r.start <= part.start < r.stop for r in branches)]
+    def within(self, branches: Sequence[slice], values: Tensor | None = None) -> list[Tensor]:
+        """The parameters in ranges of :attr:`flat`, in its order, or views of ``values`` [P] of the same shapes."""
+        return [
+            parameter if values is None else values[part].view(parameter.shape)
+            for parameter, part in self._parts
+            if any(r.start <= part.start < r.stop for r in branches)
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None (``set_to_none`` has no effect), so that autograd stores instead of adds gradients.

@@ -245,6 +245,25 @@ class DiscriminatorDelta(Payload):
     n_samples: Annotated[int, _SAMPLES]
 
 
+@payload("control_variate")
+@dataclass(frozen=True, eq=False)
+class ControlVariate(Payload):
+    """SCAFFOLD's control variate c: the mean of those of all silos."""
+
+    layout_digest: Annotated[str, _DIGEST]  # digest of the agreed layout
+    buffer: Annotated[F32, _BULK]  # float32 (n,)
+    counted: Annotated[int, _SAMPLES]  # 1 + base version of the silo's last reply that c counts; 0 if there is none
+
+
+@payload("local_steps")
+@dataclass(frozen=True, eq=False)
+class LocalSteps(Payload):
+    """Optimiser steps that a silo took in a task."""
+
+    # (3,) int64, of the image branch, the text branch and the shared layers; 0 for one that it does not train.
+    values: Annotated[I64, Tensor(("int64",), (3,), low=0)]
+
+
 @payload("update_report")
 @dataclass(frozen=True, eq=False)
 class UpdateReport(Payload):

@@ -272,13 +272,17 @@ class PartialFedAvg(FederatedProtocol):
         local.model.load(self.parameters(local, task.payloads))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = training.train_epochs(local, self.context, task, base, work, trains=self.trained_ranges)
+        outcome = self.epochs(local, task, base, work)
         prototypes = self.fedavg.anchoring.report(local, task, filled=False)
         up = (self.update(outcome.delta, len(local.dataset)), Loss(outcome.loss), *prototypes)
         kept = {**({} if work is None else work.kept()), **self.kept(local)}
         return Trained(up, kept, outcome.loss, work is None)
 
-    def trained_ranges(self, local: Local) -> Mapping[str, slice]:
+    def epochs(self, local: Local, task: Task, base: Tensor, work: training.Work | None) -> training.TrainingResult:
+        """Local epochs from ``base`` [P], which the model holds; a method may train its layers in another order."""
+        return training.train_epochs(local, self.context, task, base, work, trains=self.trained_ranges)
+
+    def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:
         """Ranges of the flat buffer that a silo trains, by branch; the rest stays frozen at its initial values."""
         return training.branches_of(local)
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,13 @@ class TrainingResult:
         delta: float32 [P] on the CPU, exactly zero outside the trained branches.
         loss: mean over all samples of all epochs; 0 if nothing was trained.
         last_loss: mean over the last epoch.
+        steps: optimiser steps of each trained branch.
     """
 
     delta: Tensor
     loss: float
     last_loss: float
+    steps: Mapping[str, int] = field(default_factory=dict)
 
 
 def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np.random.Generator:
@@ -289,11 +291,11 @@ def parameters(local: Local, theta: Tensor) -> Iterator[None]:
         yield
 
 
-def branches_of(local: Local) -> dict[str, slice]:
-    """Ranges of the flat buffer that the silo trains: shared layers and the branches of its modalities."""
+def branches_of(local: Local) -> dict[str, Sequence[slice]]:
+    """Ranges of the flat buffer that the silo trains, by branch: its modalities' branches and the shared layers."""
     owned = {"image": local.silo.image, "text": local.silo.text, "shared": True}
     slices = {name: local.model.branch(name) for name, has in owned.items() if has}
-    return {name: part for name, part in slices.items() if part.stop > part.start}
+    return {name: [part] for name, part in slices.items() if part.stop > part.start}
 
 
 def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
@@ -316,19 +318,21 @@ def train_epochs(
     *,
     extra: Extra | None = None,
     lambda_s: float = 0.0,
+    correction: Tensor | None = None,
     resumable: bool = False,
-    trains: Callable[[Local], Mapping[str, slice]] | None = None,
+    trains: Callable[[Local], Mapping[str, Sequence[slice]]] | None = None,
 ) -> TrainingResult:
-    """Train for the local epochs from ``base``, which the model already holds.
+    """Train the model for the local epochs from the parameters that it holds.
 
     Args:
         local: the silo.
         context: optimiser, batch size, epochs, seed.
         task: its learning rate; its number seeds the order of samples and the choice of captions.
-        base: float32 [P] parameters before training.
+        base: float32 [P] parameters that the update counts from: those that the model holds, or others (Ditto).
         work: the base loss; None if this silo has nothing to minimise yet: weight decay does not move the model either.
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
+        correction: float32 [P], added to the parameters that a step trains after it (SCAFFOLD); None adds nothing.
         resumable: continue a task that was interrupted after its last snapshot; only of a silo's first call in a task,
             and effective only for work without its own state.
         trains: returns the ranges of the flat buffer to train, by branch; None for :func:`branches_of`.
@@ -341,16 +345,15 @@ def train_epochs(
     model, training = local.model, context.training
     generator = generator_of(context, local, task, "train")
     ranges = (trains or branches_of)(local).items()
-    optimisers = {name: optimiser(model, training, task.learning_rate, [part]) for name, part in ranges}
-    total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
+    optimisers = {name: optimiser(model, training, task.learning_rate, parts, correction) for name, parts in ranges}
+    total, seen = torch.zeros((), dtype=torch.float64, device=base.device), 0
     change = torch.empty_like(base)  # reused for all differences: allocating costs more than subtracting
-    before, seen_before = total, seen
-    path = ("dropout", local.silo.name, task.base_version, task.sequence)
-    dropout, snapshots, start = torch_generator(context.seed, *path), None, 0
+    before, seen_before, snapshots, start = total, seen, None, 0
+    dropout = torch_generator(context.seed, "dropout", local.silo.name, task.base_version, task.sequence)
     if resumable and extra is None and isinstance(work, EveryBatch) and training.local_epochs > 1:
         snapshots = Snapshots(local, task, base, optimisers, generator, dropout)
         start, total, seen = snapshots.resume(total)
-        moved = start > 0
+    moved = lambda_s > 0 and not torch.equal(model.flat.detach(), base)
     with towers_with(model, noise=dropout):
         for epoch in range(start, training.local_epochs):
             before, seen_before = total.clone(), seen
@@ -365,7 +368,7 @@ def train_epochs(
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise DivergedError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
-    return TrainingResult(delta, mean, last)
+    return TrainingResult(delta, mean, last, {name: each.taken for name, each in optimisers.items()})
 
 
 def train_epoch(
@@ -384,19 +387,19 @@ def train_epoch(
         local: the silo.
         steps: steps of the epoch.
         optimisers: optimisers by branch.
-        base: float32 [P] parameters before training.
+        base: float32 [P], as for :func:`train_epochs`.
         change: float32 [P], overwritten.
-        sums: float64 [] sum of losses so far, updated in place; number of samples; whether any step was taken.
+        sums: float64 [] sum of losses so far, updated in place; number of samples; whether theta may differ from base.
         extra: as for :func:`train_epochs`.
         lambda_s: likewise.
 
     Returns:
-        The number of samples so far, and whether any step was taken.
+        The number of samples so far, and whether theta may differ from base.
     """
     model, (total, seen, moved) = local.model, sums
     for step in steps:
         value = _backward(local, step, extra)
-        if lambda_s and moved:  # before the first step theta is the base: the term and its gradient are zero
+        if lambda_s and moved:  # otherwise the term and its gradient are zero
             drift = torch.sub(model.flat.detach(), base, out=change)
             value = value + proximal(drift, lambda_s)
             model.add_gradient(proximal_gradient(drift, lambda_s))

@@ -21,6 +21,7 @@ from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as jobs
 from fedmq.experiments import yardstick
 from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, grown, named_by
+from fedmq.experiments.process_pool import Start
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
@@ -127,7 +128,7 @@ class Workplace:
     # the cost.
     processes: bool
     jobs: int  # number of parallel runs
-    start: jobs.Start  # starts a run
+    start: Start  # starts a run
 
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:

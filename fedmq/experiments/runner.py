@@ -21,6 +21,7 @@ from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as jobs
 from fedmq.experiments import yardstick
 from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, grown, named_by
+from fedmq.experiments.process_pool import Start
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun

@@ -43,7 +43,7 @@ def embed(w: dict[str, F64], x: F64) -> F64:
     gelu = hidden * 0.5 * (1 + torch.erf(torch.from_numpy(hidden / math.sqrt(2))).numpy())
     x = x + gelu @ w["adapters.00.up.weight"].T + w["adapters.00.up.bias"]
     z = np.maximum(x @ w["head.0.weight"].T + w["head.0.bias"], 0) @ w["head.1.weight"].T + w["head.1.bias"]
-    return (x + z) / np.linalg.norm(x + z, axis=1, keepdims=True)
+    return np.asarray((x + z) / np.linalg.norm(x + z, axis=1, keepdims=True))
 
 
 def slope(loss: Callable[[], float], values: F64) -> F64:
@@ -331,7 +331,7 @@ def test_pmcmfls_prototypes_are_weighted_by_the_silos_sizes_plus_one() -> None:
     after = run.protocol.merge(run.state, replies, 0).state.tensors
     sent = [(take(reply.payloads, ClassPrototypes), reply.samples) for reply in replies if reply.silo.paired]
     total = sum((1 + n) * each.prototypes.astype(np.float64) * (each.counts > 0)[:, None] for each, n in sent)
-    weights = sum((1 + n) * (each.counts > 0) for each, n in sent)
+    weights = np.sum([(1 + n) * (each.counts > 0) for each, n in sent], axis=0)
     expected = total / np.maximum(weights, 1)[:, None]
     np.testing.assert_allclose(after["class_prototypes"].numpy(), expected, rtol=1e-5, atol=1e-7)
     assert len(sent) == 2 and (weights > 0).any()

@@ -87,7 +87,7 @@ def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> st
 
 
 def course(kept: Kept, merges: list[int]) -> str:
-    """The first metric of each row after some merges, mean and sample standard deviation over seeds, in Markdown.
+    """The first metric of each row after some merges, in Markdown: mean over seeds, and sample standard deviation.
 
     Raises:
         ValueError: no run was evaluated after one of the numbers of merges.
@@ -98,7 +98,7 @@ def course(kept: Kept, merges: list[int]) -> str:
         if missing := [at for at in merges if any(at not in values for values in over)]:
             raise ValueError(f"{name} was not evaluated after {missing[0]} merges")
         columns = [[values[at] for values in over] for at in merges]
-        cells = [f"{mean(column):.4f} ± {stdev(column):.4f}" for column in columns]
+        cells = [f"{mean(each):.4f}" + (f" ± {stdev(each):.4f}" if len(each) > 1 else "") for each in columns]
         lines.append(f"| {markdown_cell(name)} | {_decimals(' | '.join(cells))} |")
     return "\n" + "\n".join(lines) + "\n\n"
 

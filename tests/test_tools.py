@@ -88,7 +88,7 @@ def test_printed_yaml_fits_the_schema_of_a_file() -> None:
 
 
 def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_merges() -> None:
-    cells = [("fedavg", "0.1230 ± 0.0010", "-", "a|b"), ("rcsr", "0.1000 ± 0.0010", "−0.0230", "3e-4")]
+    cells = [("fedavg", "0.1230 ± 0.0010", "-", "a|b"), ("rcsr", "0.1000 ± 0.0010", "−0.0230", "learning_rate=0.0048")]
     kept = make_results.Kept.model_validate(
         {
             "command": "fedmq compare x.yaml --jobs 1 --json",
@@ -105,7 +105,7 @@ def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_mer
     )
     whole = make_results.table(kept, [], [], short=False)
     assert "\n    fedmq compare x.yaml\n" in whole and "- a &lt; b\n" in whole
-    assert "| fedavg | **.1230 ± .0010** | - | a\\|b |" in whole
+    assert "| fedavg | **.1230 ± .0010** | - | a\\|b |\n| rcsr | **.1000 ± .0010** | −.0230 | rate=.0048 |" in whole
     part = make_results.table(kept, ["mean_r1"], ["rcsr"], short=True)
     assert part.split("\n")[1:4] == [
         "|  | mean_r1 | difference |",

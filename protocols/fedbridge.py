@@ -17,7 +17,7 @@ ablations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -50,9 +50,6 @@ from protocols.parts import aggregation, centroids, personal_adapter, training, 
 from protocols.parts.losses import TauOptions, info_nce, refuse_other_bases
 from protocols.parts.personal_model import References
 
-#: Steps of :func:`balanced`, as in SwAV's code.
-_SINKHORN = 3
-
 
 @dataclass(frozen=True)
 class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
@@ -65,9 +62,6 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
         centroids: maximum number of centroids per silo and modality.
         support: minimum number of samples per reported centroid.
         lambda_pseudo: weight of the assignment term; with 0, silos use no centroids and report them only for ``bank``.
-        vocabulary: number of public words to which silos with images only assign their images, instead of to centroids:
-            the most frequent English words (``fedmq.encoders.lite.common_words``), embedded by the downloaded text
-            tower. The teacher's assignment is balanced over the words (:func:`balanced`). 0 uses centroids.
         lambda_pair: weight of the contrast between two views of one item. A second view is another caption of the item;
             images, and items with one caption, have one only with ``feature_dropout``.
         feature_dropout: fraction of an item's input features that is set to zero in its second view (dropout, scaled by
@@ -84,7 +78,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "lambda_pseudo": ("tau_teacher", "vocabulary"),
+        "lambda_pseudo": ("tau_teacher",),
         "lambda_pair": ("feature_dropout",),
         "personal": ("lambda_p", "personal_*"),
     }
@@ -94,7 +88,6 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
     centroids: Count = 16
     support: Count = 4
     lambda_pseudo: NonNegative = 1.0
-    vocabulary: Annotated[int, Field(ge=0)] = 0
     lambda_pair: NonNegative = 1.0
     feature_dropout: Annotated[Number, Field(ge=0.0, lt=1.0)] = 0.0
     lambda_keep: NonNegative = 1.0
@@ -116,24 +109,6 @@ def assignment_loss(z: Tensor, target: Tensor, anchors: Tensor, tau: float) -> T
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
 
 
-def balanced(scores: Tensor) -> Tensor:
-    """Soft assignment in which all anchors get nearly the same mass: three steps of Sinkhorn and Knopp's algorithm.
-
-    Columns and rows of exp(scores) are scaled to equal sums in turn, rows last (SwAV, Caron et al., NeurIPS 2020,
-    section 3.1). It keeps hubs, words that are near all images, from attracting every image.
-
-    Args:
-        scores: [n, J], similarities over a temperature.
-
-    Returns:
-        [n, J] in the same precision, rows of sum 1.
-    """
-    log = scores.double()
-    for _ in range(_SINKHORN):
-        log = log.log_softmax(0).log_softmax(1)
-    return log.exp().to(scores.dtype)
-
-
 @dataclass(frozen=True)
 class Assigning(training.Work):
     """Training of a single-modality silo.
@@ -142,9 +117,8 @@ class Assigning(training.Work):
         options: temperatures and weights.
         local: the silo.
         batch_size: items per step.
-        anchors: [J, d] of the modality the silo lacks: centroids, or public words; None without pseudo-labels.
+        anchors: [J, d] centroids of the modality the silo lacks; None without pseudo-labels.
         teacher: the downloaded model's embeddings.
-        target: [n, J] the teacher's balanced assignment of all items; None: the assignment of each batch to centroids.
     """
 
     options: FedBridgeOptions
@@ -152,7 +126,6 @@ class Assigning(training.Work):
     batch_size: int
     anchors: Tensor | None
     teacher: References
-    target: Tensor | None = None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""
@@ -196,10 +169,7 @@ class Assigning(training.Work):
         (teacher,) = self.teacher.of(rows, caption)
         loss = options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if self.anchors is not None:
-            if self.target is None:
-                target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
-            else:
-                target = self.target[torch.from_numpy(rows)]
+            target = (teacher @ self.anchors.T / options.tau_teacher).softmax(1)
             loss = options.lambda_pseudo * assignment_loss(z, target, self.anchors, options.tau) + loss
         viewed = np.full(len(rows), options.feature_dropout > 0)
         if text is not None:
@@ -251,7 +221,7 @@ class FedBridge(FederatedProtocol):
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model; for a silo that lacks a modality also all silos' centroids of it, if it is assigned to them."""
         model = self.fedavg.task(state, silo)
-        if not self.options.lambda_pseudo or (self.options.vocabulary and not silo.text):
+        if not self.options.lambda_pseudo:
             return model
         return (*model, *centroids.download(state.tensors, silo))
 
@@ -297,22 +267,11 @@ class FedBridge(FederatedProtocol):
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
         options, device = self.options, local.model.flat.device
-        received = self._anchors(local, task) if options.lambda_pseudo else None
+        received = centroids.received(task.payloads, local.silo) if options.lambda_pseudo else None
         if task.round < self.onset or (options.lambda_pseudo and received is None):
             return None
-        anchors, teacher = None if received is None else received.to(device), References.by(local)
-        work = Assigning(options, local, self.context.training.batch_size, anchors, teacher)
-        if anchors is None or teacher.image is None or not options.vocabulary:
-            return work
-        return replace(work, target=balanced(teacher.image @ anchors.T / options.tau_teacher))
-
-    def _anchors(self, local: Local, task: Task) -> Tensor | None:
-        """Anchors [J, d] of the modality that the silo lacks: public words, or centroids if there are any."""
-        if not (local.silo.image and self.options.vocabulary):
-            return centroids.received(task.payloads, local.silo)
-        assert self.context.words is not None  # noqa: S101 - only contexts of tests have none
-        words = self.context.words(self.options.vocabulary)
-        return torch.cat([out.code for out in training.in_blocks(local.model, "text", words)])
+        anchors = None if received is None else received.to(device)
+        return Assigning(options, local, self.context.training.batch_size, anchors, References.by(local))
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; store each silo's last centroids."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedmq.config.scenario import Backbone
-from fedmq.data.extract import words_encoded
 from fedmq.data.readers import openmoji
 from fedmq.encoders import lite, lite_inputs
 from fedmq.errors import InputError
@@ -65,17 +62,6 @@ def test_a_text_encodes_to_the_same_bytes_in_any_batch() -> None:
     together = lite.encode_texts(texts)
     for i in (0, 1, 2, 30):
         assert lite.encode_texts([texts[i]]).tobytes() == together[i].tobytes()
-
-
-def test_public_words_are_encoded_like_captions_and_kept(tmp_path: Path) -> None:
-    words = lite.common_words(40)
-    assert words[:3] == ["the", "and", "was"]
-    for _ in range(2):
-        rows = words_encoded(Backbone(name="lite"), 0, tmp_path, 40)
-        assert rows.tobytes() == lite.encode_texts(words).tobytes()
-    assert len([*(tmp_path / "features").glob("*.npy")]) == 1
-    with pytest.raises(InputError, match="public words"):
-        words_encoded(Backbone(name="features"), 0, tmp_path, 40)
 
 
 def test_drawings_retrieve_their_names(vectors: np.ndarray) -> None:

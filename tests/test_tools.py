@@ -88,7 +88,7 @@ def test_printed_yaml_fits_the_schema_of_a_file() -> None:
 
 
 def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_merges() -> None:
-    cells = [("fedavg", "0.1230 ± 0.0010", "-", "a|b"), ("rcsr", "0.1000 ± 0.0010", "−0.0230", "3e-4")]
+    cells = [("fedavg", "0.1230 ± 0.0010", "-", "a|b"), ("rcsr", "0.1000 ± 0.0010", "−0.0230", "learning_rate=0.0048")]
     kept = make_results.Kept.model_validate(
         {
             "command": "fedmq compare x.yaml --jobs 1 --json",
@@ -97,12 +97,15 @@ def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_mer
                 "body": [[{"text": text, "best": place == 1} for place, text in enumerate(row)] for row in cells],
                 "notes": ["a < b"],
             },
-            "runs": [{"name": "rcsr", "seed": seed, "course": [[0, 0.25], [5, 0.25 + seed / 4]]} for seed in (0, 1)],
+            "runs": [
+                {"name": name, "seed": seed, "course": [[0, 0.25], [5, 0.25 + seed / 4]]}
+                for name, seed in (("rcsr", 0), ("rcsr", 1), ("fedavg", 1))
+            ],
         }
     )
     whole = make_results.table(kept, [], [], short=False)
     assert "\n    fedmq compare x.yaml\n" in whole and "- a &lt; b\n" in whole
-    assert "| fedavg | **.1230 ± .0010** | - | a\\|b |" in whole
+    assert "| fedavg | **.1230 ± .0010** | - | a\\|b |\n| rcsr | **.1000 ± .0010** | −.0230 | rate=.0048 |" in whole
     part = make_results.table(kept, ["mean_r1"], ["rcsr"], short=True)
     assert part.split("\n")[1:4] == [
         "|  | mean_r1 | difference |",
@@ -111,8 +114,11 @@ def test_a_page_shows_the_columns_and_rows_that_it_names_and_recall_over_the_mer
     ]
     with pytest.raises(ValueError, match="no map in the result"):
         make_results.table(kept, ["map"], [], short=False)
-    assert "| merges | 0 | 5 |\n|---|---|---|\n| rcsr | .2500 ± .0000 | .3750 ± .1768 |" in make_results.course(
-        kept, [0, 5]
-    )
+    assert make_results.course(kept, [0, 5]).split("\n")[1:-2] == [
+        "| merges | 0 | 5 |",
+        "|---|---|---|",
+        "| rcsr | .2500 ± .0000 | .3750 ± .1768 |",
+        "| fedavg | .2500 | .5000 |",
+    ]
     with pytest.raises(ValueError, match="rcsr was not evaluated after 7 merges"):
         make_results.course(kept, [7])

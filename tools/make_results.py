@@ -75,7 +75,7 @@ def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> st
     lines = ["| " + " | ".join(markdown_cell(head[place]) for place in places) + " |", "|---" * len(places) + "|"]
     for line in body:
         if not rows or line[0].text in rows:
-            cells = [(_decimals(markdown_cell(line[place].text)), line[place].best) for place in places]
+            cells = [(_brief(markdown_cell(line[place].text)), line[place].best) for place in places]
             lines.append("| " + " | ".join(f"**{text}**" if best else text for text, best in cells) + " |")
     if short:
         return "\n" + "\n".join(lines) + "\n\n"
@@ -87,7 +87,7 @@ def table(kept: Kept, columns: list[str], rows: list[str], *, short: bool) -> st
 
 
 def course(kept: Kept, merges: list[int]) -> str:
-    """The first metric of each row after some merges, mean and sample standard deviation over seeds, in Markdown.
+    """The first metric of each row after some merges, in Markdown: mean over seeds, and sample standard deviation.
 
     Raises:
         ValueError: no run was evaluated after one of the numbers of merges.
@@ -98,14 +98,14 @@ def course(kept: Kept, merges: list[int]) -> str:
         if missing := [at for at in merges if any(at not in values for values in over)]:
             raise ValueError(f"{name} was not evaluated after {missing[0]} merges")
         columns = [[values[at] for values in over] for at in merges]
-        cells = [f"{mean(column):.4f} ± {stdev(column):.4f}" for column in columns]
-        lines.append(f"| {markdown_cell(name)} | {_decimals(' | '.join(cells))} |")
+        cells = [f"{mean(each):.4f}" + (f" ± {stdev(each):.4f}" if len(each) > 1 else "") for each in columns]
+        lines.append(f"| {markdown_cell(name)} | {_brief(' | '.join(cells))} |")
     return "\n" + "\n".join(lines) + "\n\n"
 
 
-def _decimals(text: str) -> str:
-    """Numbers below 1 without the leading zero."""
-    return re.sub(r"\b0\.(?=\d{4}\b)", ".", text)
+def _brief(text: str) -> str:
+    """A cell with numbers below 1 without the leading zero, and a learning rate as ``rate``, to fit into a line."""
+    return re.sub(r"\b0\.(?=\d{4}\b)", ".", text.replace("learning_rate=", "rate="))
 
 
 def pages() -> dict[Path, str]:

@@ -239,35 +239,6 @@ def left_out(data: Data) -> str:
     return f"{len(rows):,} of {len(raw):,} items left out: {why}" if rows else ""
 
 
-def words_encoded(backbone: Backbone, seed: int, cache: Path, count: int) -> Array:
-    """Encode the first :func:`~fedmq.encoders.lite.common_words` with a backbone's frozen text encoder.
-
-    Args:
-        backbone: the scenario's backbone section.
-        seed: seed of random weights.
-        cache: cache folder, where the encoded words are kept.
-        count: number of words.
-
-    Returns:
-        [count, ...], model inputs like those of captions.
-
-    Raises:
-        InputError: the backbone has no text encoder, or the package of the words is missing.
-        RunError: the cache cannot be written.
-    """
-    from fedmq.encoders import lite  # noqa: PLC0415 - only these words need it
-
-    if backbone.name == "features":
-        raise InputError("backbone.name", "features", "a backbone with a text encoder, which public words need")
-    words, encoder = lite.common_words(count), text_encoder(backbone, seed, cache, "cpu")
-    path = cache / "features" / f"{key_of('words', words, encoder.digest)}.npy"
-
-    def encode(part: range) -> Array:
-        return encoder.encode(words[part.start : part.stop])
-
-    return mapped(store(path, len(words), 2 * CHUNK, encode, tell(None, "words", count)))
-
-
 @dataclass(frozen=True, eq=False)
 class ExtractionPlan:
     """What to extract from a raw set, and under which cache keys."""

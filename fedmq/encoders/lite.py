@@ -252,17 +252,6 @@ def cut(texts: Sequence[str]) -> list[bool]:
     )
 
 
-@functools.cache
-def common_words(count: int) -> list[str]:
-    """Lower-case words of three or more letters in the text tower's English tokeniser, the most frequent first.
-
-    They do not depend on any data set. There are 21,358; all of them are returned if ``count`` is larger.
-    """
-    vocabulary = tokenizer().get_vocab()
-    words = (word for word in sorted(vocabulary, key=vocabulary.__getitem__) if re.fullmatch("[a-z]{3,}", word))
-    return list(islice(words, count))
-
-
 def text_features(texts: Sequence[str]) -> Floats:
     """Sentence embeddings of the text tower, before the head: float32 [n, TEXT_DIM], unit length.
 

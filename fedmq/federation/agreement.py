@@ -135,14 +135,7 @@ class RunData:
             max_age=scenario.aggregation.max_age,
             public=self.public,
             build=partial(self.build_model, scenario, "cpu", ("image", "text")),
-            words=partial(self._words, scenario),
         )
-
-    def _words(self, scenario: Scenario, count: int) -> Tensor:
-        """Model inputs of ``count`` public words."""
-        from fedmq.data.extract import words_encoded  # noqa: PLC0415 - brings the encoders
-
-        return torch.from_numpy(np.array(words_encoded(scenario.backbone, scenario.seed, self.cache, count)))
 
     def label_columns(self, scenario: Scenario) -> list[int]:
         """Columns of the labels that the scenario's objective trains on."""

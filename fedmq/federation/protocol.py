@@ -74,8 +74,6 @@ class Context:
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
     # Builds the model with both frozen towers, for a coordinator that trains on public items.
     build: Callable[[], TwoTower] | None = field(default=None, compare=False)
-    # Loads model inputs [n, ...] of the text tower for the n most frequent English words, which belong to no data set.
-    words: Callable[[int], torch.Tensor] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

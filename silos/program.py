@@ -152,6 +152,11 @@ class AgreedSchedule:
                 found = zip(record.payloads, record.digests, strict=False)
                 self._take(record.header, tuple((kind, size, content) for (kind, size), content in found))
 
+    @property
+    def tasks(self) -> int:
+        """Number of different tasks that the silo was sent, also to earlier processes."""
+        return len(self._tasks)
+
     def check(self, message: Message) -> None:
         """Check a message of kind task, evaluate or evaluate_silo, which counts from here on.
 
@@ -239,13 +244,15 @@ class ReadySilo:
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message that was agreed on; in a run with secure sums without its update."""
-        header = message.header
-        if self.sums is None or header.kind not in (Kind.TASK, Kind.SUM):
-            return self.silo.respond(message)
-        layout = self.silo.protocol.sum_layout()
-        if header.kind is Kind.SUM:
-            return self.sums.respond(message, layout)
-        return self.sums.withhold(header.base_version, self.silo.respond(message), layout, self.silo.facts)
+        header, method = message.header, self.silo.protocol
+        if self.sums is not None and header.kind is Kind.SUM:
+            return self.sums.respond(message, method.sum_layout())
+        if header.kind is Kind.TASK:
+            self.silo.check_budget(self.agreed.tasks)
+        payloads = self.silo.respond(message)
+        if self.sums is None or header.kind is not Kind.TASK:
+            return payloads
+        return self.sums.withhold(header.base_version, payloads, method.sum_layout(), self.silo.facts)
 
 
 def secure_sums_of(arguments: SiloArguments, identity: Identity, log: MessageLog) -> SecureSums | None:

@@ -243,15 +243,15 @@ class ReadySilo:
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message that was agreed on; in a run with secure sums without its update."""
-        header = message.header
+        header, method = message.header, self.silo.protocol
+        if self.sums is not None and header.kind is Kind.SUM:
+            return self.sums.respond(message, method.sum_layout())
         if header.kind is Kind.TASK:
             self.silo.check_budget(self.agreed.tasks)
-        if self.sums is None or header.kind not in (Kind.TASK, Kind.SUM):
-            return self.silo.respond(message)
-        layout = self.silo.protocol.sum_layout()
-        if header.kind is Kind.SUM:
-            return self.sums.respond(message, layout)
-        return self.sums.withhold(header.base_version, self.silo.respond(message), layout, self.silo.facts)
+        payloads = self.silo.respond(message)
+        if self.sums is None or header.kind is not Kind.TASK:
+            return payloads
+        return self.sums.withhold(header.base_version, payloads, method.sum_layout(), self.silo.facts)
 
 
 def secure_sums_of(arguments: SiloArguments, identity: Identity, log: MessageLog) -> SecureSums | None:

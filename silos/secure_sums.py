@@ -236,7 +236,7 @@ class SecureSums:
             if not kept.holds.get(section):
                 # Its zeros would only make the sum look like one of more silos.
                 raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
-            total[where] = secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place])
+            secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place], total[where])
         rows = filter(sections.__contains__, range(agreed.first_row, len(agreed.sizes)))
         masks = [
             agreed.own_mask(name, own.own_seed, sign=1),

@@ -103,8 +103,9 @@ class Round:
             assert kept is not None
             for place in agreed.places(name):
                 values = kept.values[agreed.weights.branches[place]]
-                weight = float(agreed.row(name)[place])
-                totals[place] += secure_sum.fixed_point(values, weight, agreed.bounds[place])
+                numbers = np.empty(len(values), np.uint32)
+                secure_sum.fixed_point(values, float(agreed.row(name)[place]), agreed.bounds[place], numbers)
+                totals[place] += numbers
         names = agreed.weights.branches
         return {names[place]: secure_sum.decoded(total, agreed.bounds[place]) for place, total in totals.items()}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 from fedmq.audit.log_checks import audit_run
+from fedmq.audit.policy import check_policy, read_policy
 from fedmq.audit.sums import SumChecks
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import load_accepted
@@ -16,7 +17,9 @@ from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteRecord, read_log
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload
+from fedmq.wire.secure_sum import IN_CLEAR
 from silos.program import ReadySilo
+from tests.test_protocols_sums import ALL
 from tests.threaded_run import resolved, run
 
 SETTINGS = (
@@ -127,3 +130,32 @@ def test_a_clear_update_is_stopped_at_the_silo(tiny: Path, tmp_path: Path, monke
     log = RunFolder(tmp_path).messages("silo-01").read_text()
     assert '"withheld":"delta"' in log and '["delta"' not in log
     assert not audit_run(tmp_path).findings
+
+
+#: Settings of methods beside their options.
+OF: Mapping[str, tuple[str, ...]] = {
+    "fedhap": ("objective={base: triplet, bits: 16, hidden: 16}",),
+    "fedcafe": (
+        "protocol={name: fedcafe, memory: class_mean, weighted_agg: false}",
+        "objective={base: dcmh, bits: 16, hidden: 16}",
+    ),
+    "fedscmr": ("objective={base: dscmr, bits: 16, hidden: 16, enhance: true}",),
+    "fedcmr": ("objective={base: dscmr, bits: 16, hidden: 16, leaky: true}",),
+    "pfedmma": ("backbone.adapter=mma",),
+}
+LABELLED = ("fedhap", "fedcafe", "fedscmr")
+
+
+@pytest.mark.parametrize(
+    "name", [*LABELLED, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in LABELLED)]
+)
+def test_each_method_s_run_keeps_the_policy_for_sums(tiny: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "scenario.yaml").write_text(
+        (scenario := resolved(tiny, *SETTINGS, "rounds=1", f"protocol={name}", *OF.get(name, ()))).dump()
+    )
+    run(scenario, tmp_path)
+    audit, file = audit_run(tmp_path), Path("docs/policies/secure_sums.yaml")
+    assert not audit.findings
+    assert not check_policy(audit, read_policy(file), file).findings
+    kinds = {kind for _, record in audit.messages if record.header.kind is Kind.REPLY for kind, _ in record.payloads}
+    assert "masked_update" in kinds and not kinds & IN_CLEAR

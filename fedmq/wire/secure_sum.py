@@ -340,14 +340,13 @@ def add_masks(total: U32, sections: Mapping[int, slice], masks: Iterable[Mask]) 
                 change(block, stream_of_block, out=block)
 
 
-def fixed_point(change: F32, weight: float, largest: float) -> U32:
-    """A weighted change [n] in steps of ``largest`` / 2^30, modulo 2^32; weight and changes are within their bounds."""
-    steps, result = np.empty(_BLOCK), np.empty(len(change), np.int32)
+def fixed_point(change: F32, weight: float, largest: float, out: U32) -> None:
+    """Write a weighted change [n] in steps of ``largest`` / 2^30, modulo 2^32; weight and changes are within bounds."""
+    steps, result = np.empty(_BLOCK), out.view(np.int32)
     for start in range(0, len(change), _BLOCK):
         block = change[start : start + _BLOCK]
         np.multiply(block, weight * (_STEPS / largest), out=steps[: len(block)], dtype=np.float64)
         result[start : start + _BLOCK] = np.rint(steps[: len(block)], out=steps[: len(block)])
-    return result.view(np.uint32)
 
 
 def decoded(total: U32, largest: float) -> F64:

@@ -99,10 +99,21 @@ class RoundsPlan:
     # Secure aggregation: more than this fraction of the silos that reported must answer each further step of a round;
     # None merges the replies themselves.
     threshold: float | None = None
+    affordable: int | None = None  # number of tasks that a silo answers within its privacy budget; None has no limit
 
     def __post_init__(self) -> None:
         if not self.eligible:
             raise ValueError("the method can select none of the silos")
+
+    def selectable(self, tasks: Mapping[str, int]) -> tuple[str, ...]:
+        """The eligible silos whose privacy budget allows another task, by the number of tasks that each was sent."""
+        if self.affordable is None:
+            return self.eligible
+        return tuple(silo for silo in self.eligible if tasks.get(silo, 0) < self.affordable)
+
+    def spent(self, tasks: Mapping[str, int], pending: Mapping[str, object]) -> bool:
+        """Whether no further merge is possible, because all silos have spent their privacy budgets."""
+        return not self.selectable(tasks) and not (pending and self.mode != "sync")
 
     def cohort_size(self, version: int) -> int:
         """Number of silos in the cohort at a version."""

@@ -317,7 +317,7 @@ class Rounds:
         if begun or self._has_enough_replies:
             return self, ()
         busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
-        free = tuple(silo for silo in plan.eligible if silo not in busy)
+        free = tuple(silo for silo in plan.selectable(self.sequences) if silo not in busy)
         # Pending tasks of earlier rounds do not count in sync mode; in other modes they do. A silo whose reply awaits
         # the merge makes room for another one, except where a merge needs the whole cohort: that is to be a round.
         out, wanted = plan.tasks_out(self.version), plan.wanted(self.version)

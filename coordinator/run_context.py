@@ -21,6 +21,7 @@ from fedmq.errors import InputError
 from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
+from fedmq.federation.noise import affordable_tasks, check_privacy
 from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, adds_sum
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.profiling import span
@@ -165,6 +166,7 @@ class RunContext:
             first_round_selects_all=self.traits.first_round_selects_all,
             minimum=participation.minimum,
             threshold=None if secure is None else secure.threshold,
+            affordable=affordable_tasks(self.scenario.privacy, sent_kinds(self), self.scenario.rounds),
         )
 
     @cached_property
@@ -262,6 +264,7 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
         run_context = replace(run_context, protocol=method, context=context)
     sent = sent_kinds(run_context)
     updates.check_uploads(scenario, sent)
+    check_privacy(scenario, sent, [samples[silo.index] for silo in context.silos if method.eligible(silo)])
     if scenario.compression.model.kind != "none":
         state = method.initial(model.flat.detach().clone())
         updates.check_downloads(scenario, [method.task(state, silo) for silo in data.silos if method.eligible(silo)])

@@ -20,8 +20,8 @@ from fedmq.encoders.gpu import gpu_of
 from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
-from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
+from fedmq.federation.noise import UPDATES
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -178,6 +178,14 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
     )
 
 
+def _ended_by(loop: Loop) -> str | None:
+    """The key of the scenario that ended the run before its last round; None if none did."""
+    rounds = loop.rounds
+    if rounds.version >= loop.run_context.scenario.rounds:
+        return None
+    return "privacy.budget" if rounds.plan.spent(rounds.sequences, rounds.pending) else "evaluation.patience"
+
+
 def _versions_of(loop: Loop) -> dict[str, str]:
     """Versions that affect rounding: a scenario gives bit-identical results where these are equal."""
     return {
@@ -210,7 +218,7 @@ def _optional_keys(
         "unevaluated": evaluation.unevaluated(loop.rounds.version),
         "heldout_without_pair": without_pair,
         "best": evaluation.best and evaluation.best.best,
-        "stopped_early": loop.rounds.version < scenario.rounds,
+        "ended_by": _ended_by(loop),
     }
     found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:
@@ -258,7 +266,7 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    shared = any(kinds & set(updates.TRANSFORMED) for kinds in sent_kinds(run_context))
+    shared = any(kinds & set(UPDATES) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "

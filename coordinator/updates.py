@@ -19,9 +19,11 @@ from coordinator.run_context import RunContext
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.faults import FailureReason
+from fedmq.federation.noise import UPDATES
 from fedmq.federation.protocol import Context, MergeResult, SiloFacts, State, Update
-from fedmq.federation.updates import TRANSFORMED, damping, mixed, participation_weight, read_only
+from fedmq.federation.updates import damping, mixed, participation_weight, read_only
 from fedmq.profiling import span
+from fedmq.runs.captured_payloads import capture
 from fedmq.runs.run_records import MergeLine
 from fedmq.text import printable
 from fedmq.wire.compression import form_of
@@ -96,7 +98,7 @@ def validated(
     form = run_context.scenario.compression.updates.kind
     for payload in message.payloads:
         # Without a value there is nothing to compress.
-        if isinstance(payload, TRANSFORMED) and payload.buffer.size and form_of(payload.buffer) != form:
+        if isinstance(payload, UPDATES) and payload.buffer.size and form_of(payload.buffer) != form:
             found = form_of(payload.buffer)
             raise RemoteWireError("unexpected", f"a {payload.KIND} with compression {found}, agreed: {form}")
     assert header.reply_to is not None  # noqa: S101 - the loop refuses a reply without a task
@@ -290,6 +292,8 @@ def merged_state(
     Raises:
         RunError: the merged model is not finite.
     """
+    if run_context.scenario.privacy.capture:
+        capture(run_context.folder, state, replies, round_)
     unprotected: list[str] = []
     aggregation, kept = run_context.scenario.aggregation, replies
     if aggregation.robust.rule != "none":

@@ -152,6 +152,11 @@ class AgreedSchedule:
                 found = zip(record.payloads, record.digests, strict=False)
                 self._take(record.header, tuple((kind, size, content) for (kind, size), content in found))
 
+    @property
+    def tasks(self) -> int:
+        """Number of different tasks that the silo was sent, also to earlier processes."""
+        return len(self._tasks)
+
     def check(self, message: Message) -> None:
         """Check a message of kind task, evaluate or evaluate_silo, which counts from here on.
 
@@ -242,6 +247,8 @@ class ReadySilo:
         header, layout = message.header, self.silo.context.layout
         if self.sums is not None and header.kind is Kind.SUM:
             return self.sums.respond(message, layout)
+        if header.kind is Kind.TASK:
+            self.silo.check_budget(self.agreed.tasks)
         payloads = self.silo.respond(message)
         if self.sums is None or header.kind is not Kind.TASK:
             return payloads

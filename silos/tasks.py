@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Literal
 
@@ -33,6 +34,7 @@ from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
 from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
+from fedmq.federation.noise import affordable_tasks, protected
 from fedmq.federation.participant import (
     reportable,
 )  # fmt: skip
@@ -48,7 +50,7 @@ from fedmq.wire.compression import form_of
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import DiscriminatorDelta, Metrics, Model, Payload, SiloMetrics
+from fedmq.wire.payloads import Metrics, Model, Payload, SiloMetrics
 from protocols.parts.missing_branch import shortened
 from silos.personal_state import DiskQueue, StateStore
 
@@ -168,6 +170,7 @@ class Silo:
 
         Raises:
             RemoteWireError: the message has a model whose layout or form is not this scenario's.
+            RunError: the reply would pass the silo's privacy budget.
         """
         form = self.scenario.compression.model.kind
         for payload in message.payloads:
@@ -177,11 +180,30 @@ class Silo:
                 require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
         match message.header.kind:
             case Kind.TASK:
+                self.check_budget(message.header.sequence)
                 return self.answer(message)
             case Kind.EVALUATE_SILO:
                 return (self.measure_shared(message),)
             case _:
                 return (self.measure(message),)
+
+    def check_budget(self, tasks: int) -> None:
+        """Refuse a task whose reply would pass the silo's privacy budget.
+
+        Args:
+            tasks: number of different tasks that the silo was sent in the run, this one included.
+
+        Raises:
+            RunError: there are too many.
+        """
+        if (most := self._affordable) is not None and tasks > most:
+            raise RunError(f"privacy.budget: {most} replies have spent it ({self.scenario.privacy.budget})")
+
+    @cached_property
+    def _affordable(self) -> int | None:
+        """Number of tasks that the silo may answer; None without a budget."""
+        uploads = [self.protocol.uploads(silo) for silo in self.context.silos if self.protocol.eligible(silo)]
+        return affordable_tasks(self.scenario.privacy, uploads, self.scenario.rounds)
 
     @span("compute")
     def answer(self, message: Message) -> tuple[Payload, ...]:
@@ -204,7 +226,7 @@ class Silo:
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
-        payloads = tuple(sent if trained.idle else (self.transform(payload, task) for payload in sent))
+        payloads = tuple(self.transform(payload, task, idle=trained.idle) for payload in sent)
         # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.attacks(name, number, version, header.sent_at):
@@ -213,6 +235,11 @@ class Silo:
         payloads, memory = self.compress(payloads, before, idle=trained.idle)
         self.store.keep(header.sequence, {**trained.state, **memory}, info.committed)
         return payloads
+
+    def transform(self, payload: Payload, task: Task, *, idle: bool = False) -> Payload:
+        """What is sent of a payload, see :func:`fedmq.federation.noise.protected`."""
+        path = (self.facts.name, task.base_version, task.sequence)
+        return protected(payload, self.scenario.privacy, self._noise, path, idle=idle)
 
     def compress(
         self, payloads: Sequence[Payload], state: Mapping[str, torch.Tensor], *, idle: bool = False
@@ -267,16 +294,6 @@ class Silo:
             # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
         return self.protocol.encoders(replace(self.local(state), model=model), message.payloads), model
-
-    def transform(self, payload: Payload, task: Task) -> Payload:
-        """What is sent of a payload: an update is clipped and noised as the scenario's ``privacy`` says."""
-        if not isinstance(payload, updates.TRANSFORMED):
-            return payload
-        # A second update in the same reply needs different noise.
-        second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
-        path = (self.facts.name, task.base_version, task.sequence, *second)
-        buffer = updates.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
-        return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_a_run_ends_early_and_its_resume_does_not_continue(tiny: Path, tmp_path:
     scenario = resolved(tiny, *SETTINGS, "evaluation.patience=2")
     outcome = run(scenario, tmp_path / "run")
     assert outcome.summary is not None
-    assert outcome.summary.stopped_early
+    assert outcome.summary.ended_by == "evaluation.patience"
     assert outcome.summary.versions < 12
     lines = [line for line in read_metrics(RunFolder(tmp_path / "run")) if isinstance(line, EvaluationLine)]
     assert patience_over(lines, 2)

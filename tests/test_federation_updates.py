@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from fedmq.config.privacy import Privacy
+from fedmq.federation.noise import transform
 from fedmq.federation.protocol import Task
-from fedmq.federation.updates import transform
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
 from silos.tasks import Silo
 from tests import in_process_run
@@ -32,8 +32,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[Key, tuple[F32, F32]]:
     """Updates before and after the transform by silo, task and kind; the run itself is unchanged."""
     real, seen = Silo.transform, dict[Key, tuple[F32, F32]]()
 
-    def watched(silo: Silo, payload: Payload, task: Task) -> Payload:
-        after = real(silo, payload, task)
+    def watched(silo: Silo, payload: Payload, task: Task, *, idle: bool = False) -> Payload:
+        after = real(silo, payload, task, idle=idle)
         if isinstance(payload, Delta | DiscriminatorDelta):
             before, now = (np.array(each.buffer) for each in (payload, after))  # type: ignore[attr-defined]
             assert (silo.facts.name, task.sequence, payload.KIND) not in seen

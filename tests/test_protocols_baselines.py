@@ -17,8 +17,8 @@ from fedmq.config.privacy import Privacy
 from fedmq.config.scenario import Objective, ProtocolChoice, Training
 from fedmq.config.sections import Aggregation
 from fedmq.errors import InputError, RemoteWireError
+from fedmq.federation.noise import transform
 from fedmq.federation.protocol import Local, Task, Update
-from fedmq.federation.updates import transform
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta

@@ -274,6 +274,7 @@ def test_what_a_run_needs_is_answered_and_so_is_the_same_request_again(silo: Agr
     schedule = [request(Kind.EVALUATE_SILO, 0), request(Kind.TASK, 0), request(Kind.TASK, 2, sequence=2)]
     for each in [*schedule, *schedule, request(Kind.EVALUATE_SILO, ROUNDS), request(Kind.TASK, 1, sequence=2)]:
         silo.check(each)
+    assert silo.tasks == 3, "of three versions, whatever their numbers are"
 
 
 def test_a_coordinator_with_another_rate_and_another_model_for_one_silo_is_found_by_the_silo_and_the_audit(

@@ -1,4 +1,4 @@
-"""Differential-privacy accounting: the epsilon of each silo over all updates that the logs record."""
+"""Differential-privacy accounting: the epsilon of each silo over all payloads with noise that the logs record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedmq.audit.log_checks import Audit
 from fedmq.config.privacy import Privacy
 from fedmq.config.resolve import load
 from fedmq.errors import InputError
-from fedmq.federation.updates import TRANSFORMED
+from fedmq.federation.noise import UPDATES, epsilon_of, spent
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -26,7 +26,7 @@ class Spent:
     """The privacy guarantee of one silo."""
 
     updates: int  # number of updates that the silo sent; resending one for the same task reveals nothing new
-    epsilon: float  # epsilon of all these updates together
+    epsilon: float  # epsilon of all payloads with noise together
     beside: tuple[str, ...]  # kinds of the payloads that the silo sent without noise; epsilon does not cover them
 
 
@@ -43,19 +43,19 @@ class Accounts:
         return {
             "delta": self.delta,
             "noise_multiplier": self.privacy.noise_multiplier,
+            "statistics": {kind: noise.model_dump() for kind, noise in self.privacy.statistics.items()},
             "noise_from": self.privacy.noise_from,
             "silos": {name: asdict(spent) for name, spent in self.silos.items()},
         }
 
 
 def account(run: Path, audit: Audit, delta: float) -> Accounts:
-    """Compute the epsilon of each silo over all its updates, at a given delta.
+    """Compute the epsilon of each silo over all payloads with noise that it sent, at a given delta.
 
-    One update is a Gaussian mechanism (Balle and Wang 2018, Theorem 8). The adaptive composition of n of them is one
-    Gaussian mechanism with noise multiplier z / sqrt(n) (Dong et al. 2022, Corollary 3.3). Two runs are neighbours if
-    they differ in one silo's updates, which are either its real ones or zeros before the noise: after clipping, they
-    differ by at most clip_norm. Epsilon does not cover whether a silo was selected in a round, which the coordinator
-    knows, or the number of samples in an update.
+    Each payload is a Gaussian mechanism; :func:`fedmq.federation.noise.epsilon_of` composes them. Two runs are
+    neighbours if they differ in one silo's payloads, which are either its real ones or zeros before the noise: after
+    clipping, they differ by at most clip_norm. Epsilon does not cover whether a silo was selected in a round, which the
+    coordinator knows, or the numbers of samples in updates, prototypes and memories.
 
     Args:
         run: the run folder; it must contain the scenario.
@@ -65,29 +65,26 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     Raises:
         InputError: delta is not between 0 and 1, or the scenario cannot be read or adds no noise.
     """
-    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415 - takes seconds; other audits do not need it
-
     if not 0 < delta < 1:
         raise InputError("--delta", delta, "a number between 0 and 1, like 1e-5")
     path = RunFolder(run).scenario
     privacy = load(path).privacy
-    if privacy.noise_multiplier == 0:
+    if not privacy.noised:
         raise InputError(f"{path}: privacy.noise_multiplier", 0, "above 0: without noise there is no epsilon")
-    noised = {payload.KIND for payload in TRANSFORMED}
-    sent, unnoised = defaultdict[str, set[tuple[int, int, str]]](set), defaultdict[str, set[str]](set)
+    sent, unnoised = defaultdict[str, set[tuple[str, int, int, str]]](set), defaultdict[str, set[str]](set)
     for _, record in audit.messages:
         if (silo := record.header.sender) in (COORDINATOR, EVALUATOR):
             continue
         for (kind, _size), content in zip(record.payloads, record.digests, strict=False):
-            if kind in noised:
-                sent[silo].add((record.header.sequence, record.header.base_version, content))
+            if spent((kind,), privacy):
+                sent[silo].add((kind, record.header.sequence, record.header.base_version, content))
             else:
                 unnoised[silo].add(kind)
-    multiplier = privacy.noise_multiplier
+    kinds = {update.KIND for update in UPDATES}
     silos = {
         name: Spent(
-            len(sent[name]),
-            get_epsilon_gaussian(multiplier / len(sent[name]) ** 0.5, delta) if sent[name] else 0.0,
+            sum(kind in kinds for kind, *_ in sent[name]),
+            epsilon_of(spent((kind for kind, *_ in sorted(sent[name])), privacy), delta),
             tuple(sorted(unnoised[name])),
         )
         for name in sorted(sent.keys() | unnoised.keys())
@@ -104,14 +101,17 @@ def show(accounts: Accounts, console: Console) -> None:
         "also sent, without noise",
         title="what the noise guarantees",
     )
-    for name, spent in accounts.silos.items():
-        without = ", ".join(spent.beside)
-        table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(without)))
+    for name, one in accounts.silos.items():
+        without = ", ".join(one.beside)
+        table.add_row(escape(printable(name)), str(one.updates), f"{one.epsilon:.3g}", escape(printable(without)))
     console.print(table)
+    privacy = accounts.privacy
+    covered = {"updates": privacy.noise_multiplier} if privacy.noise_multiplier else {}
+    covered |= {kind: noise.noise_multiplier for kind, noise in privacy.statistics.items() if noise.noise_multiplier}
+    noises = ", ".join(f"{kind} {multiplier:g}" for kind, multiplier in covered.items())
     lines = [
-        f"At delta {accounts.delta:g}, noise multiplier {accounts.privacy.noise_multiplier:g}. Epsilon covers "
-        "each silo's updates only, with or without all of its data. It covers neither their numbers of samples nor "
-        "the other payloads."
+        f"At delta {accounts.delta:g}, with noise multipliers: {noises}. Epsilon covers these of each silo only, with "
+        "or without all of its data. It covers neither their numbers of samples nor the other payloads."
     ]
     if accounts.privacy.noise_from == "seed":
         lines.append(

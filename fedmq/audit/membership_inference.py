@@ -23,17 +23,19 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset, validation_split
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import encoders_of
+from fedmq.federation.protocol import SiloFacts, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.results import read_summary
 from fedmq.text import Progress
 
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 #: False-positive rate at which the true-positive rate is reported (Carlini et al., "Membership Inference Attacks From
@@ -213,21 +215,9 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         InputError: the run's data are not on this machine, the release is damaged, or no silo's reply was merged.
     """
     scenario, summary = release.scenario, read_summary(release.run)
-    try:
-        population = build_population(scenario, progress, release.cache, pooled=pooled)
-    except InputError as error:
-        place = f"--probe {release.run.root}: {error.place}"
-        raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
-    release.check_data(population.prepared)
+    population = data_of(release, progress, pooled=pooled)
     took_part = {name for name, silo in summary.per_silo.items() if silo.participations}
-    # Scores are those of pairs: without items that lack a modality in the data set, or in a silo that holds both.
-    paired = np.all(population.prepared.present, axis=1)
-    share = scenario.training.validation
-    held = (
-        validation_split(population.rows_of(silo).dataset, share * silo.paired, scenario.seed, silo.name)[0]
-        for silo in population.silos
-    )
-    train = [rows[paired[rows]] for rows in held]
+    train = [silo.trained for silo in members_of(scenario, population)]
     trained = [rows for silo, rows in zip(population.silos, train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
         problem = "a model into which no silo's reply was merged"
@@ -254,6 +244,46 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     return Probe(release.files.used, bool(summary.personal), scenario.evaluation.split, overall, per_silo)
 
 
+def data_of(release: Release, progress: Progress | None, *, pooled: bool = False) -> Population:
+    """The data of a run and their partition among its silos.
+
+    Raises:
+        InputError: they are not on this machine.
+    """
+    try:
+        population = build_population(release.scenario, progress, release.cache, pooled=pooled)
+    except InputError as error:
+        place = f"--probe {release.run.root}: {error.place}"
+        raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
+    release.check_data(population.prepared)
+    return population
+
+
+@dataclass(frozen=True)
+class Members:
+    """The items of a silo, as rows of the data set."""
+
+    silo: SiloFacts
+    rows: Rows  # on which it trains
+    trained: Rows  # those of them that are pairs; scores are those of pairs
+    held_out: Rows  # its part of the evaluated split
+
+    @property
+    def items(self) -> int:
+        """Number of items that it trains on."""
+        return len(self.rows)
+
+
+def members_of(scenario: Scenario, population: Population) -> list[Members]:
+    """The items of each silo: its training items, without those held out by ``training.validation``."""
+    paired, share = np.all(population.prepared.present, axis=1), scenario.training.validation
+    found = []
+    for silo, held_out in zip(population.silos, population.heldout, strict=True):
+        rows, _ = validation_split(population.rows_of(silo).dataset, share * silo.paired, scenario.seed, silo.name)
+        found.append(Members(silo, rows, rows[paired[rows]], held_out))
+    return found
+
+
 def _step(progress: Progress | None, number: int, items: int) -> Callable[[int], None]:
     def report(done: int) -> None:
         if progress is not None:
@@ -264,16 +294,23 @@ def _step(progress: Progress | None, number: int, items: int) -> Callable[[int],
 
 def _scored(model: TwoTower, population: Population, rows: Rows, report: Callable[[int], None]) -> F64:
     """Scores [n] of rows of the data set."""
+    return scores(*embedded(model, population, rows, report))
+
+
+def embedded(
+    model: TwoTower, population: Population, rows: Rows, report: Callable[[int], None] = lambda _: None
+) -> tuple[F32, F32]:
+    """Embeddings of the images and of the first captions of n rows of the data set, float32 [n, d] each."""
     images, texts = [], []
     for start in range(0, len(rows), _CHUNK):
         report(start)
         items = load_silo_dataset(population.prepared, rows[start : start + _CHUNK], image=True, text=True)
         first_captions = replace(items, captions=torch.ones_like(items.captions))
-        embedded = embed(encoders_of(model), first_captions, binary=model.binary)
-        images.append(embedded.image)
-        texts.append(embedded.text)
+        found = embed(encoders_of(model), first_captions, binary=model.binary)
+        images.append(found.image)
+        texts.append(found.text)
     report(len(rows))
-    return scores(np.concatenate(images), np.concatenate(texts))
+    return np.concatenate(images), np.concatenate(texts)
 
 
 def _above(estimate_: Estimate, bound: float) -> bool:

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from fedmq.audit.dp_accounting import Accounts
     from fedmq.audit.log_checks import Audit
     from fedmq.audit.membership_inference import Probe
+    from fedmq.audit.payload_attacks import PayloadProbe
     from fedmq.audit.policy import PolicyResult
     from fedmq.audit.report import Verdict
     from fedmq.audit.signatures import KnownKeys
 
-    _Probed = tuple[Probe, None] | tuple[None, Finding]
+    _Probed = tuple[Probe, PayloadProbe | None, None] | tuple[None, None, Finding]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class _Options:
     ] = None
     with_probe: Annotated[
         bool,
-        typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
+        typer.Option(
+            "--probe",
+            help="Attack the released model, and payloads kept by privacy.capture: which items were trained on?",
+        ),
     ] = False
     delta: Annotated[
         float | None,
@@ -123,10 +127,10 @@ def _audit(run: Path, options: _Options) -> int:
         wanted = "a run with messages (launcher local, or processes launched manually)"
         raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
     policy_result = None if allowed is None or policy_file is None else policy.check_policy(audit, allowed, policy_file)
-    accounts, measured, other_model, deferred = None, None, None, None
+    accounts, measured, attacked, other_model, deferred = None, None, None, None, None
     try:
         accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-        measured, other_model = _probed(run) if options.with_probe else (None, None)
+        measured, attacked, other_model = _probed(run) if options.with_probe else (None, None, None)
     except InputError as error:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
@@ -141,11 +145,15 @@ def _audit(run: Path, options: _Options) -> int:
     if options.as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [finding.to_plain() for finding in findings]}
         facts |= {**vars(sentences), "heads": heads.plain()["heads"], "heads_digest": heads.digest}
-        results = {"policy": policy_result, "accounts": accounts, "probe": measured}
+        results = {"policy": policy_result, "accounts": accounts, "probe": measured, "payloads_probe": attacked}
         facts |= {name: result.to_plain() for name, result in results.items() if result is not None}
         print_json(facts | ({"error": str(deferred)} if deferred else {}))
     else:
         _show(audit, sentences, policy_result, accounts, measured, options)
+        if attacked is not None:
+            from fedmq.audit import payload_attacks  # noqa: PLC0415 - brings torch
+
+            payload_attacks.show(attacked, out)
         print_line(f"{_heads_line(audit)}{f', in {options.heads}' if options.heads else ''}:\n{heads.digest}")
         if reported is not None:
             print_line(f"report: {reported}, and audit.csv in the same folder")
@@ -214,15 +222,18 @@ def _probed(run: Path) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
+    from fedmq.audit.payload_attacks import probe_payloads  # noqa: PLC0415
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
     from fedmq.runs.release import OtherModelError  # noqa: PLC0415
 
     try:
         release = open_release(run, "auto")  # the auditor's machine may lack the run's GPU
         pooled = protocols.traits_of(release.scenario).pooled
-        return membership_inference.probe(release, pooled=pooled, progress=later(bar())), None
+        measured = membership_inference.probe(release, pooled=pooled, progress=later(bar()))
+        captured = release.run.captured.exists()
+        return measured, probe_payloads(release, later(bar())) if captured else None, None
     except OtherModelError as error:
-        return None, replace(damaged(error), cause=Cause.RELEASE)
+        return None, None, replace(damaged(error), cause=Cause.RELEASE)
 
 
 #: Lines of causes, notable events and refusals that are printed without --verbose.

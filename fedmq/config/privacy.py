@@ -1,4 +1,4 @@
-"""Schema of a scenario's section privacy: what a silo does to its update, and whether the coordinator sees it."""
+"""Schema of a scenario's section privacy: clipping, noise and budget of what silos send, and secure aggregation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from fedmq.config.faults import AnyFault, StepFault
-from fedmq.config.sections import Aggregation, Compression, NonNegative, Number, Part, Positive
+from fedmq.config.sections import Aggregation, Compression, Count, NonNegative, Number, Part, Positive
 
 
 class SecureAggregation(Part):
@@ -37,8 +37,28 @@ class SecureAggregation(Part):
     )
 
 
+#: Payload kinds besides updates that silos send and that have numbers to which noise can be added.
+Statistic = Literal["modality_prototypes", "class_prototypes", "memory", "representations", "geometry", "loss", "map"]
+
+
+class Noise(Part):
+    """Clipping and noise of the payloads of one kind."""
+
+    clip_norm: Positive = Field(description="maximum L2 norm of all numbers of a payload together")
+    noise_multiplier: NonNegative = Field(
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm on each number"
+    )
+
+
+class Budget(Part):
+    """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private."""
+
+    epsilon: Positive = Field(description="largest epsilon; a task whose reply would pass it is refused by the silo")
+    delta: Number = Field(1e-5, gt=0.0, lt=1.0, description="delta for which epsilon is computed")
+
+
 class Privacy(Part):
-    """Clipping and noise, which a silo applies to its update before sending it, and secure aggregation."""
+    """Clipping and noise, which a silo applies to what it sends, a budget, and secure aggregation."""
 
     clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
     noise_multiplier: NonNegative = Field(
@@ -51,6 +71,23 @@ class Privacy(Part):
         "launcher inline, which has no keys",
     )
 
+    statistics: dict[Statistic, Noise] = Field(
+        default_factory=dict,
+        description="clipping and noise of other payloads than updates, by kind; counts of samples stay as they are",
+    )
+    least_support: Count = Field(
+        1,
+        description="a row of class_prototypes or memory with fewer samples is not sent; a silo with fewer training "
+        "items is refused with a method that sends modality_prototypes",
+    )
+    budget: Budget | None = Field(
+        None, description="most privacy that each silo spends; needs noise on all that the method has silos send"
+    )
+    capture: bool = Field(
+        False,
+        description="the coordinator keeps what silos sent, decrypted, in captured/ of the run folder; fedmq audit "
+        "--probe attacks it. Each merge takes as much disk space as its replies and the model",
+    )
     secure_aggregation: SecureAggregation | None = Field(
         None,
         description="the coordinator learns the weighted sum of the updates, but none of them; true stands for the "
@@ -66,9 +103,25 @@ class Privacy(Part):
     def _noise_needs_clip(self) -> Privacy:
         if self.noise_multiplier > 0 and self.clip_norm is None:
             raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
-        if self.noise_from == "key" and self.noise_multiplier == 0:
+        if self.noise_from == "key" and not self.noised:
             raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         return self
+
+    @property
+    def noised(self) -> bool:
+        """Whether anything that silos send gets noise."""
+        return self.noise_multiplier > 0 or any(noise.noise_multiplier > 0 for noise in self.statistics.values())
+
+    def check_budget(self, aggregation: Aggregation) -> None:
+        """Refuse a budget where silos that have spent theirs would leave a buffer without enough replies.
+
+        Raises:
+            ValueError: the keys.
+        """
+        if self.budget is not None and aggregation.mode == "buffered":
+            raise ValueError(
+                "privacy.budget with aggregation.mode buffered, allowed: sync or async: a buffer would wait"
+            )
 
     def check_sums(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]

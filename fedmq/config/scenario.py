@@ -420,6 +420,7 @@ class Scenario(Part):
                 "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "
                 "sweep: add --processes)"
             )
+        self.privacy.check_budget(self.aggregation)
         self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
         return self
 

@@ -1,4 +1,4 @@
-"""What happens to an update besides the method: clipping, noise, compression, weights of stale and rare replies.
+"""What happens to an update besides the method: compression, and weights of stale and rare replies.
 
 Damping h(s) of the staleness s and the weight of rarely replying silos multiply a reply's weight before weights are
 normalised, so they have an effect only among the replies of one merge. In a merge of a single reply, FedAsync's mixing
@@ -16,71 +16,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 import torch
-from blake3 import blake3
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from fedmq import seeds
-from fedmq.config.privacy import Privacy
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import ModelCompression, Staleness, UpdateCompression
 from fedmq.errors import InputError
+from fedmq.federation.noise import UPDATES
 from fedmq.wire.compression import FORMS, Compressed, Settings, encoded, sent_bytes
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Delta, DiscriminatorDelta, Model, PartialDelta, Payload
-
-F32 = npt.NDArray[np.float32]
-#: Payload types to which the transforms apply: all updates.
-TRANSFORMED = (Delta, PartialDelta, DiscriminatorDelta)
-
-
-def clip(update: F32, norm: float) -> F32:
-    """Scale an update [P] down to an L2 norm of at most ``norm``; return it unchanged if its norm is smaller."""
-    length = float(np.linalg.norm(update.astype(np.float64)))
-    return update if length <= norm else (update * np.float32(norm / length))
-
-
-def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[str | int, ...]) -> F32:
-    """Clip, then add noise of standard deviation ``noise_multiplier * clip_norm`` (DP-FedAvg, McMahan et al. 2018).
-
-    An update of zeros gets the same noise: a coordinator that could send a model from which it results, e.g. by a
-    rate at which each step underflows, would learn from the missing noise.
-
-    Args:
-        update: float32 [P].
-        privacy: the scenario's options; without clipping the same array is returned.
-        source: source of the noise: a secret of 32 bytes, or the scenario's seed, which gives no privacy against a
-            party that knows the seed.
-        path: silo, base version and sequence, which name the draw.
-    """
-    if privacy.clip_norm is None:
-        return update
-    clipped = clip(update, privacy.clip_norm)
-    if privacy.noise_multiplier == 0:
-        return clipped
-    if isinstance(source, int):
-        noise = seeds.numpy_generator(source, "privacy", *path).standard_normal(update.size, dtype=np.float32)
-    else:
-        noise = _secret_noise(source, path, clipped)
-    return clipped + noise * np.float32(privacy.noise_multiplier * privacy.clip_norm)
-
-
-def _secret_noise(secret: bytes, path: tuple[str | int, ...], update: F32) -> F32:
-    """Standard normal noise [P] that is pseudorandom to anyone without the secret.
-
-    It is keyed by the update as well: a repeated task gets the same noise, so that two replies do not average it out; a
-    different update, in another run with the same keys, gets other noise, so that their difference does not cancel it.
-    """
-    content = blake3(seeds.derive(0, "noise", *path).to_bytes(8, "big"), key=secret)
-    content.update(np.ascontiguousarray(update).view(np.uint8).data)
-    stream = Cipher(algorithms.AES256(content.digest()), modes.CTR(bytes(16))).encryptor()
-    words = np.frombuffer(stream.update(bytes(16 * ((update.size + 1) // 2))), np.uint64)
-    # Box and Muller 1958, from 53-bit uniform numbers in (0, 1].
-    uniform = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-    first, second = np.split(uniform, 2)
-    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: update.size].astype(np.float32)
-
 
 #: Prefix of a silo's personal tensors that belong to compression; the method does not see them.
 _MEMORY = "compression."
@@ -109,7 +53,7 @@ def compress(
     memory = {} if options.kind == "none" else {name: state[name] for name in state if name.startswith(_MEMORY)}
     found: list[Payload] = []
     for payload in payloads:
-        if options.kind == "none" or not isinstance(payload, TRANSFORMED):
+        if options.kind == "none" or not isinstance(payload, UPDATES):
             found.append(payload)
             continue
         place = f"{_MEMORY}{payload.KIND}"
@@ -173,7 +117,7 @@ def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]
     Raises:
         InputError: none of the kinds of payload that the silos upload is an update.
     """
-    if any(set(TRANSFORMED) & kinds for kinds in uploads):
+    if any(set(UPDATES) & kinds for kinds in uploads):
         return
     no_update = f"silos of {scenario.protocol.label} send no update that could be"
     if (norm := scenario.privacy.clip_norm) is not None:

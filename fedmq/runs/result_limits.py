@@ -173,12 +173,11 @@ def training_warnings(summary: RunSummary) -> Iterator[str]:
 
 
 def chosen_by_validation(summary: RunSummary) -> Iterator[str]:
-    """Lines on the best version by validation, and on a run that early stopping ended."""
-    if summary.stopped_early:
-        yield (
-            f"ended early, after {summary.versions} of {summary.rounds} rounds: mean R@1 did not rise in the last "
-            "evaluations (evaluation.patience)"
-        )
+    """Lines on the best version by validation, and on a run that ended before its last round."""
+    if summary.ended_by is not None:
+        spent = summary.ended_by == "privacy.budget"
+        why = "no silo may send another reply" if spent else "mean R@1 did not rise in the last evaluations"
+        yield f"ended early, after {summary.versions} of {summary.rounds} rounds: {why} ({summary.ended_by})"
     if summary.best is not None:
         title = metric_of(summary.best.metric).heading
         yield f"best version by validation: {summary.best.version}, {title} {summary.best.value:.4f}, in best/model"

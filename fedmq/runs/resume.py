@@ -51,9 +51,9 @@ def check(
         raise InputError(place, "a finished run", allowed)
     if extend and not any(folder.checkpoints.glob("version-*")):
         raise InputError(place, "a run without a checkpoint", "a run with its checkpoints, which `fedmq prune` removes")
-    if extend and folder.summary.exists() and read_summary(folder).stopped_early:
-        problem = f"a run that evaluation.patience ended after {read_summary(folder).versions} rounds"
-        raise InputError(place, problem, "no --extend, which would end at once; a new run with a higher patience")
+    if extend and folder.summary.exists() and (ended_by := read_summary(folder).ended_by) is not None:
+        problem = f"a run that {ended_by} ended after {read_summary(folder).versions} rounds"
+        raise InputError(place, problem, f"no --extend, which would end at once; a new run with another {ended_by}")
     started_inline = _started_inline(folder.messages(COORDINATOR))
     if started_inline is not None and started_inline != inline:
         problem, allowed = (

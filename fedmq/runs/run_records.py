@@ -266,7 +266,8 @@ class RunSummary(Stored):
     public_items: int | None = None  # size of the public set; None for a method without one
     # The best version by validation, kept in ``best/``; None unless ``evaluation.keep`` is best.
     best: BestVersion | None = None
-    stopped_early: bool = False  # the run ended before its last round, by ``evaluation.patience``
+    # Key of the scenario that ended the run before its last round: ``evaluation.patience`` or ``privacy.budget``.
+    ended_by: str | None = None
     # Items on which the evaluator's metrics are computed; None without an evaluator.
     evaluated: EvaluatedItems | None = None
     # Versions that the evaluator was to evaluate, and did not answer within the limit.

@@ -71,6 +71,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def captured(self) -> Path:
+        """The payloads that the coordinator keeps with ``privacy.capture``, one file per merge."""
+        return self.root / "captured"
+
+    @property
     def faults(self) -> Path:
         """One line per scripted fault that must not occur again after a restart."""
         return self.root / "faults.jsonl"

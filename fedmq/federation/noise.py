@@ -1,0 +1,205 @@
+"""Clipping and noise of what a silo sends, and the epsilon of all of it together."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from fedmq import seeds
+from fedmq.config.privacy import Noise, Privacy
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.wire.fields import Real, Tensor
+from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Memory, PartialDelta, Payload
+
+F32 = npt.NDArray[np.float32]
+#: Payload types that are updates: ``privacy.clip_norm`` and compression apply to them.
+UPDATES = (Delta, PartialDelta, DiscriminatorDelta)
+
+
+def clip(values: F32, norm: float) -> F32:
+    """Scale values [P] down to an L2 norm of at most ``norm``; return them unchanged if their norm is smaller."""
+    length = float(np.linalg.norm(values.astype(np.float64)))
+    return values if length <= norm else (values * np.float32(norm / length))
+
+
+def transform(values: F32, noise: Noise, source: int | bytes, path: tuple[str | int, ...]) -> F32:
+    """Clip, then add noise of standard deviation ``noise_multiplier * clip_norm`` (DP-FedAvg, McMahan et al. 2018).
+
+    An update of zeros gets the same noise: a coordinator that could send a model from which it results, e.g. by a
+    rate at which each step underflows, would learn from the missing noise.
+
+    Args:
+        values: float32 [P].
+        noise: clipping and noise.
+        source: source of the noise: a secret of 32 bytes, or the scenario's seed, which gives no privacy against a
+            party that knows the seed.
+        path: silo, base version and sequence, which name the draw.
+    """
+    clipped = clip(values, noise.clip_norm)
+    if noise.noise_multiplier == 0:
+        return clipped
+    if isinstance(source, int):
+        drawn = seeds.numpy_generator(source, "privacy", *path).standard_normal(values.size, dtype=np.float32)
+    else:
+        drawn = _secret_noise(source, path, clipped)
+    return clipped + drawn * np.float32(noise.noise_multiplier * noise.clip_norm)
+
+
+def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: F32) -> F32:
+    """Standard normal noise [P] that is pseudorandom to anyone without the secret.
+
+    It is keyed by the values as well: a repeated task gets the same noise, so that two replies do not average it out;
+    a different update, in another run with the same keys, gets other noise, so that their difference does not cancel
+    it.
+    """
+    content = blake3(seeds.derive(0, "noise", *path).to_bytes(8, "big"), key=secret)
+    content.update(np.ascontiguousarray(values).view(np.uint8).data)
+    stream = Cipher(algorithms.AES256(content.digest()), modes.CTR(bytes(16))).encryptor()
+    words = np.frombuffer(stream.update(bytes(16 * ((values.size + 1) // 2))), np.uint64)
+    # Box and Muller 1958, from 53-bit uniform numbers in (0, 1].
+    uniform = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
+    first, second = np.split(uniform, 2)
+    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: values.size].astype(np.float32)
+
+
+def noise_of(kind: str, privacy: Privacy) -> Noise | None:
+    """Clipping and noise of a kind of payload; None if it is sent as it is."""
+    if kind not in {update.KIND for update in UPDATES}:
+        return {str(name): noise for name, noise in privacy.statistics.items()}.get(kind)
+    if privacy.clip_norm is None:
+        return None
+    return Noise(clip_norm=privacy.clip_norm, noise_multiplier=privacy.noise_multiplier)
+
+
+def protected(
+    payload: Payload, privacy: Privacy, source: int | bytes, path: tuple[str | int, ...], *, idle: bool
+) -> Payload:
+    """A payload as it is sent: without rows of too few samples, clipped and noised as the scenario says.
+
+    Args:
+        payload: as the method made it.
+        privacy: the scenario's options.
+        source: source of the noise, see :func:`transform`.
+        path: silo, base version and sequence.
+        idle: the method left the silo without training, whatever its data are: its update of zeros gets no noise.
+    """
+    if isinstance(payload, ClassPrototypes | Memory):
+        payload = _without_rare_rows(payload, privacy.least_support)
+    noise = noise_of(payload.KIND, privacy)
+    update = isinstance(payload, UPDATES)
+    if noise is None or (update and idle):
+        return payload
+    # Each payload of a reply needs its own noise.
+    path = path if isinstance(payload, Delta | PartialDelta) else (*path, payload.KIND)
+    fields = {
+        name: np.asarray(getattr(payload, name))
+        for name, spec in payload.FIELDS.items()
+        if isinstance(spec, Real) or (isinstance(spec, Tensor) and "float32" in spec.dtypes)
+    }
+    flat = np.concatenate([np.ravel(value).astype(np.float32, copy=False) for value in fields.values()])
+    sent = transform(flat, noise, source, path)
+    if sent is flat:
+        return payload
+    changed: dict[str, Any] = {}
+    ends = np.cumsum([value.size for value in fields.values()])
+    for (name, value), part in zip(fields.items(), np.split(sent, ends[:-1]), strict=True):
+        spec = payload.FIELDS[name]
+        if isinstance(spec, Real):
+            changed[name] = float(np.clip(part[0], spec.low, spec.high))
+        else:
+            limit = np.finfo(value.dtype).max
+            changed[name] = np.ascontiguousarray(np.clip(part, -limit, limit).astype(value.dtype).reshape(value.shape))
+    return cast(Payload, replace(cast(Any, payload), **changed))
+
+
+def _without_rare_rows(payload: ClassPrototypes | Memory, least: int) -> Payload:
+    """A payload whose rows of fewer than ``least`` samples are zero, and marked as absent."""
+    if isinstance(payload, ClassPrototypes):
+        rare = payload.counts < least
+        rows, counts = np.where(rare[:, None], np.float32(0), payload.prototypes), np.where(rare, 0, payload.counts)
+        return payload if least == 1 else replace(payload, prototypes=rows, counts=counts)
+    rare = payload.support < least
+    rows, counts = np.where(rare[:, None], np.float32(0), payload.centroids), np.where(rare, 0, payload.support)
+    return payload if least == 1 else replace(payload, centroids=rows, support=counts)
+
+
+# ---------------------------------------------------------------------------------------------------------- epsilon
+def spent(kinds: Iterable[str], privacy: Privacy) -> float:
+    """Sum of 1 / z^2 over the noise multipliers z of payloads of these kinds; those without noise do not count."""
+    found = (noise_of(kind, privacy) for kind in kinds)
+    return float(sum(noise.noise_multiplier**-2 for noise in found if noise is not None and noise.noise_multiplier))
+
+
+def epsilon_of(spent: float, delta: float) -> float:
+    """Epsilon of Gaussian mechanisms together, at ``delta``; 0 of none.
+
+    Each is one payload of a silo, against zeros in its place before the noise. The adaptive composition of those with
+    noise multipliers z_i is one Gaussian mechanism with multiplier z, 1 / z^2 = sum_i 1 / z_i^2 (Dong et al. 2022,
+    Corollary 3.3), whose epsilon is exact (Balle and Wang 2018, Theorem 8).
+
+    Args:
+        spent: sum of 1 / z_i^2, :func:`spent`.
+        delta: in (0, 1).
+    """
+    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415 - takes a second; most runs do without
+
+    return float(get_epsilon_gaussian(spent**-0.5, delta)) if spent else 0.0
+
+
+def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]], most: int) -> int | None:
+    """Number of tasks, up to ``most``, that a silo may answer within ``privacy.budget``; None without a budget.
+
+    Args:
+        privacy: the scenario's options.
+        uploads: payload kinds that each silo sends; all of them count for every silo.
+        most: largest number of interest.
+    """
+    if privacy.budget is None:
+        return None
+    each, budget = spent({kind.KIND for one in uploads for kind in one}, privacy), privacy.budget
+    return bisect_right(range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta))
+
+
+def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], samples: Iterable[int]) -> None:
+    """Refuse options that a method's payloads cannot keep.
+
+    Args:
+        scenario: the scenario.
+        uploads: payload kinds of each eligible silo.
+        samples: number of training items of each eligible silo.
+
+    Raises:
+        InputError: no silo sends a kind that ``privacy.statistics`` has; a kind has no noise under a budget; the budget
+            allows no task; or a silo has too few items for a prototype.
+    """
+    privacy, label = scenario.privacy, scenario.protocol.label
+    kinds = {kind.KIND: kind for one in uploads for kind in one}
+    for statistic in privacy.statistics:
+        if statistic not in kinds:
+            able = ", ".join(sorted(kinds))
+            raise InputError("privacy.statistics", statistic, f"kinds that silos of {label} send, which are {able}")
+    if privacy.budget is not None:
+        for kind in sorted(kinds):
+            if (noise := noise_of(kind, privacy)) is None or noise.noise_multiplier == 0:
+                update = kinds[kind] in UPDATES
+                place = "privacy.noise_multiplier" if update else f"privacy.statistics.{kind}.noise_multiplier"
+                allowed = f"above 0 with privacy.budget, as silos of {label} send {kind} in each reply"
+                raise InputError(place, 0, allowed)
+        least = epsilon_of(spent(kinds, privacy), privacy.budget.delta)
+        if least > privacy.budget.epsilon:
+            allowed = f"at least {least:.3g}, which one reply spends; or more noise"
+            raise InputError("privacy.budget.epsilon", privacy.budget.epsilon, allowed)
+    if privacy.least_support > 1 and "modality_prototypes" in kinds:
+        fewest = min(samples)
+        if fewest < privacy.least_support:
+            allowed = f"at most {fewest}, the training items of the smallest silo, whose prototype is a mean of so many"
+            raise InputError("privacy.least_support", privacy.least_support, allowed)

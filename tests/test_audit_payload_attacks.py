@@ -1,0 +1,93 @@
+"""Attacks on what silos really sent: they recognise memorised items, and not those behind noise or a secure sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from fedmq.audit.payload_attacks import PayloadProbe, probe_payloads, show
+from fedmq.errors import InputError
+from fedmq.retrieval.released_model import open_release
+from fedmq.runs.captured_payloads import read_captured
+from fedmq.storage.run_folder import RunFolder, load_aligned
+from silos.tasks import Silo
+from tests import in_process_run
+from tests.test_audit_membership_inference import finished, noise_scenario
+from tests.threaded_run import resolved, run
+
+
+def probed(tmp_path: Path, *, rounds: int = 4, privacy: Mapping[str, object], **more: object) -> PayloadProbe:
+    scenario = noise_scenario(tmp_path, rounds=rounds, privacy={"capture": True, **privacy}, **more)
+    return probe_payloads(finished(scenario, tmp_path / "run"))
+
+
+def test_what_is_captured_is_what_the_silos_sent_and_the_model_that_they_were_sent(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transform, sent = Silo.transform, dict[tuple[str, int, str], object]()
+
+    def watched(silo: Silo, payload: object, task: object, *, idle: bool = False) -> object:
+        after = transform(silo, payload, task, idle=idle)  # type: ignore[arg-type]
+        sent[silo.facts.name, task.base_version, after.KIND] = after  # type: ignore[attr-defined]
+        return after
+
+    monkeypatch.setattr(Silo, "transform", watched)
+    in_process_run.run(resolved(tiny, "privacy={capture: true, clip_norm: 0.1}"), tmp_path)
+    found = list(read_captured(RunFolder(tmp_path)))
+    assert [each.version for each in found] == [0, 1, 2, 3]
+    whole = {kind: 0 for _, _, kind in sent}
+    for each in found:
+        for silo, payloads in each.silos.items():
+            for kind, fields in payloads.items():
+                original = sent.get((silo, each.version, kind))
+                for name, value in fields.items() if original is not None else ():
+                    assert np.array_equal(value, getattr(original, name)), (silo, kind, name)
+                whole[kind] = whole.get(kind, 0) + (original is not None)
+    assert whole["delta"] and whole["geometry"] and whole["loss"] and whole["modality_prototypes"]
+    last = load_aligned(RunFolder(tmp_path).captured / "version-000003.safetensors")["model"]
+    assert not torch.equal(last, found[0].theta)
+
+
+def test_the_attacks_recognise_memorised_items_in_updates_and_not_behind_noise(tmp_path: Path) -> None:
+    clear = {attack.name: attack.result for attack in probed(tmp_path, privacy={}).attacks if attack.payload == "delta"}
+    assert clear.keys() == {"cosine", "difference", "gradient"}
+    for name in ("difference", "gradient"):
+        low = clear[name].auc.low
+        assert low is not None and low > 0.7, name
+    (tmp_path / "noisy").mkdir()
+    noisy = probed(tmp_path / "noisy", privacy={"clip_norm": 0.1, "noise_multiplier": 4.0})
+    for attack in noisy.attacks:
+        if attack.name in ("difference", "gradient"):
+            assert attack.result.auc.low is not None and attack.result.auc.low < 0.5, attack.name
+    assert ("an update or its report", 1.0) in {(one.payload, one.found) for one in noisy.inferences}
+    console = Console(record=True, width=120)
+    show(noisy, console)
+    assert "shows the number of training items: right for 100% of 2" in console.export_text()
+
+
+def test_with_a_secure_sum_there_is_no_update_to_attack(tiny: Path, tmp_path: Path) -> None:
+    secure = "privacy={capture: true, secure_aggregation: {max_weight: 1.0, min_contributors: 1.0}}"
+    scenario = resolved(tiny, "participation=1.0", "rounds=2", "evaluation.every=0", secure)
+    (tmp_path / "scenario.yaml").write_text(scenario.dump())
+    run(scenario, tmp_path)
+    measured = probe_payloads(open_release(tmp_path))
+    assert {attack.payload for attack in measured.attacks} == {"modality_prototypes"}
+    exact = {one.payload: one.found for one in measured.inferences if one.what == "the number of training items"}
+    assert exact == {"an update or its report": 1.0, "geometry": 1.0}, "the length of an update divided by sqrt(n)"
+
+
+def test_a_run_without_captured_payloads_and_a_damaged_file_are_refused_by_name(tmp_path: Path) -> None:
+    release = finished(noise_scenario(tmp_path, rounds=1, privacy={"capture": True}), tmp_path / "run")
+    (path,) = release.run.captured.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"version-000000\.safetensors: found .*, allowed: a file as the run wrote it"):
+        probe_payloads(release)
+    path.unlink()
+    with pytest.raises(InputError, match=r"captured: found .*no captured payloads"):
+        probe_payloads(release)

@@ -62,7 +62,7 @@ def test_large_data_are_rehearsed_in_part_with_the_same_traffic(tiny: Path, monk
 def test_a_part_of_the_data_has_items_of_every_silo(tiny: Path) -> None:
     scenario = resolved(tiny, "evaluation.gallery=database")
     population = build_population(scenario)
-    part = rehearsal.part_of(population, scenario, 3)
+    part = rehearsal.part_of(population, scenario, 3, 1000)
     for kept, held in ((part.train, population.train), (part.heldout, population.heldout)):
         assert all(
             set(some) <= set(all_) and bool(len(some)) == bool(len(all_)) for some, all_ in zip(kept, held, strict=True)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -204,6 +204,11 @@ class Measure:
         if self.names is None and any(metric.is_family for metric in self.metrics):
             raise ValueError(f"{self.metrics[0].name}: a family of metrics needs `names`")
 
+    @cached_property
+    def _entry(self) -> Callable[[str], Metric | None]:
+        """Finds the entry of a name; remembers it, as the values of every silo have the same names."""
+        return lru_cache(partial(_found, metrics=self.metrics))
+
     def names_under(self, evaluation: Evaluation) -> tuple[str, ...]:
         """Names of the values it may have under a scenario's ``evaluation``."""
         return tuple(self.names(evaluation)) if self.names else tuple(metric.name for metric in self.metrics)
@@ -216,7 +221,7 @@ class Measure:
         """
         values = self.compute(items)
         for name, value in values.items():
-            metric = _found(name, self.metrics)
+            metric = self._entry(name)
             if metric is None:
                 raise RunError(f"metric {name}: computed by {_place(self.compute)}, which has no entry for it")
             if (objection := metric.objection(value)) is not None:
@@ -362,6 +367,11 @@ def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
     return next((named for metric in metrics if (named := metric.named(name)) is not None), None)
 
 
+@lru_cache  # the values of every silo have the same names
+def _built_in(name: str) -> Metric | None:
+    return _found(name, _KNOWN)
+
+
 def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     """The entry of a metric.
 
@@ -372,7 +382,7 @@ def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
     Raises:
         InputError: there is no such metric; the error suggests similar names.
     """
-    metric = _found(name, (*_KNOWN, *custom))
+    metric = _built_in(name) or _found(name, custom)
     if metric is None:
         known = dict.fromkeys([*known_names(Evaluation()), *(entry.name for entry in (*OVER_SILOS, *custom))])
         raise InputError("metric", name, f"a metric; did you mean {' or '.join(nearest(name, known)[:3])}?")
@@ -381,7 +391,7 @@ def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
 
 def is_known(name: str, custom: Sequence[Metric] = ()) -> bool:
     """Whether there is a metric of that name."""
-    return _found(name, (*_KNOWN, *custom)) is not None
+    return (_built_in(name) or _found(name, custom)) is not None
 
 
 def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
@@ -398,7 +408,8 @@ def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
     """
     if column.startswith(_COSTS):
         return False
-    metric = _found(column.rpartition(".")[2], (*_KNOWN, *custom))
+    name = column.rpartition(".")[2]
+    metric = _built_in(name) or _found(name, custom)
     return metric is None or metric.higher_is_better
 
 
@@ -409,8 +420,8 @@ def shown(values: Mapping[str, float], custom: Sequence[Metric] = ()) -> list[Me
         values: values by name.
         custom: entries of user-defined metrics.
     """
-    metrics = (*_KNOWN, *custom)
-    return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
+    found = (_built_in(name) or _found(name, custom) for name in values)
+    return [metric for metric in found if metric is not None and metric.shown]
 
 
 def measure(items: Measured, measures: Iterable[Measure] = BUILT_IN, *, whole_split: bool = False) -> dict[str, float]:
@@ -449,7 +460,7 @@ def objection(
     """
     allowed = None if names is None else frozenset(names)
     for name, value in values.items():
-        metric = _found(name, (*_KNOWN, *custom))
+        metric = _built_in(name) or _found(name, custom)
         if metric is None or (allowed is not None and name not in allowed):
             return f"{name}, which is not measured in this run"
         if (wrong := metric.objection(value)) is not None:

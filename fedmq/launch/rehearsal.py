@@ -40,8 +40,9 @@ from protocols.parts.training import steps_per_task
 #: Maximum number of merges of a rehearsal; the time after which it ends if it has merged something, and the time after
 #: which it ends at the next task in any case [s].
 _MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
-#: Number of queries, and of gallery items, to which a rehearsal reduces a larger split.
-_EVALUATED = 1000
+#: Number of queries, and of gallery items, to which a rehearsal reduces a larger split; and to which a comparison does,
+#: whose time they do not estimate.
+_EVALUATED, _COMPARED = 1000, 100
 #: Time after which no further option is compared [s].
 _COMPARING_SECONDS = 60.0
 #: Distance of two models below which they count as equal, as a fraction of FedAvg's distance to the initial model.
@@ -93,7 +94,8 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     Raises:
         FedmqError: a task failed, or the run would be refused.
     """
-    found, began, part = Rehearsal(), time.monotonic(), part_of(population, run.scenario, most)
+    found, began = Rehearsal(), time.monotonic()
+    part = part_of(population, run.scenario, most, _EVALUATED)
     factors = (len(rows) / max(1, len(kept)) for rows, kept in zip(population.train, part.train, strict=True))
     training = dict(zip(run.scenario.silo_names, factors, strict=True))
     evaluation = _evaluation_growth(population, part, run.scenario)
@@ -123,13 +125,14 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     return found
 
 
-def part_of(population: Population, scenario: Scenario, most: int) -> Population:
+def part_of(population: Population, scenario: Scenario, most: int, evaluated: int) -> Population:
     """A population with a part of its data; every silo keeps items of each kind that it trains on.
 
     Args:
         population: the whole data.
         scenario: its scenario.
         most: maximum number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
+        evaluated: number of items to which the evaluated split, and the gallery, are reduced if they are larger.
     """
     train = []
     for silo in population.silos:
@@ -137,11 +140,11 @@ def part_of(population: Population, scenario: Scenario, most: int) -> Population
         kept = [_spread(part, most) for part in (rows.dataset, rows.image_only, rows.text_only)]
         train.append(whole if len(whole) <= most else np.unique(np.concatenate(kept)))
     # A fold may not be larger than the split.
-    fewest = max(_EVALUATED, scenario.evaluation.fold_size or 0)
-    heldout, evaluated = _thinned(population.heldout, population.evaluated, fewest)
+    fewest = max(evaluated, scenario.evaluation.fold_size or 0)
+    heldout, queries = _thinned(population.heldout, population.evaluated, fewest)
     galleries, database = _thinned(population.galleries, population.database, fewest)
     return replace(
-        population, train=tuple(train), heldout=heldout, evaluated=evaluated, galleries=galleries, database=database
+        population, train=tuple(train), heldout=heldout, evaluated=queries, galleries=galleries, database=database
     )
 
 
@@ -230,7 +233,7 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
             Finding.NOT_COMPARED, "neither the method nor its options are compared: a task takes too long"
         )
         return
-    given, part = tuple(run.source.scenario.protocol.options), part_of(population, run.scenario, most)
+    given, part = tuple(run.source.scenario.protocol.options), part_of(population, run.scenario, most, _COMPARED)
     try:
         run = _all_parts_on(run)
         usual = _rounds(run, part, merges)

@@ -90,20 +90,25 @@ class Metric:
         """The metric of a name that is this metric's or in this family; None for any other name."""
         if not self.is_family:
             return self if name == self.name else None
-        match = _pattern(self.name).fullmatch(name)
-        if match is None:
-            return None
-        parts = match.groupdict()
-        way = (parts["way"] or "mean") if "way" in parts else self.way
-        n = parts.get("n") or ""
-        title = self.title.replace("{n}", n) + (f", {WAYS[way]}" if way else "")
-        return replace(self, name=name, title=title, short=self.short.replace("{n}", n), way=way)
+        return _of_family(self, name)
 
     def objection(self, value: float) -> str | None:
         """What is wrong with a value, e.g. ``mean_r1 1.2, allowed: 0 to 1``; None if it is within the bounds."""
         if self.low - ROUNDING <= value <= self.high + ROUNDING:
             return None
         return f"{self.name} {value:.4g}, allowed: {self.low:.10g} to {self.high:.10g}"
+
+
+@lru_cache(4096)  # an evaluation asks for the same names of every silo
+def _of_family(family: Metric, name: str) -> Metric | None:
+    match = _pattern(family.name).fullmatch(name)
+    if match is None:
+        return None
+    parts = match.groupdict()
+    way = (parts["way"] or "mean") if "way" in parts else family.way
+    n = parts.get("n") or ""
+    title = family.title.replace("{n}", n) + (f", {WAYS[way]}" if way else "")
+    return replace(family, name=name, title=title, short=family.short.replace("{n}", n), way=way)
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -79,6 +80,11 @@ def check_name(place: str, value: object, pattern: re.Pattern[str] = NAME) -> No
         raise FieldError(f"{place}: {shown(value)} is not a name of the form {pattern.pattern}")
 
 
+@lru_cache(256)  # NumPy composes the name each time
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name if dtype.isnative else str(dtype)
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A C-contiguous array; floats must be finite."""
@@ -93,7 +99,7 @@ class Tensor:
         """Check dtype, shape, contiguity, ``low`` and, unless bulk, finiteness."""
         if not isinstance(value, np.ndarray):
             raise FieldError(f"{place}: {type(value).__name__} is not a numpy array")
-        self.check_form(place, value.dtype.name if value.dtype.isnative else str(value.dtype), value.shape, dims)
+        self.check_form(place, _name_of(value.dtype), value.shape, dims)
         if not value.flags.c_contiguous:
             raise FieldError(f"{place}: the array is not contiguous in C order")
         if self.low is not None and value.size and int(value.min()) < self.low:

@@ -114,16 +114,11 @@ class SecureSums:
                 digest = self._run_context.context.layout.digest
                 if (payload.layout_digest, values.size) == (digest, self._sum.size(name)):
                     return Answer(task.sequence, payload)
-            case RevealedShares(shares=rows, rows=seeds) if self._sum is not None:
-                if (len(rows), len(seeds)) == (len(self._sum.weights.silos), self._row_count):
-                    return Answer(task.sequence, payload)
+            case RevealedShares(shares=rows) if self._sum is not None and len(rows) == len(self._sum.weights.silos):
+                return Answer(task.sequence, payload)
             case _:
                 pass
         raise RemoteWireError(Reason.LAYOUT, f"a {payload.KIND} of another size than this round's")
-
-    @property
-    def _row_count(self) -> int:
-        return len(self._layout.sizes) - self._layout.first_row
 
     def _check_report(self, message: Message) -> None:
         """Check the signature of a silo's report, and that it accepts the same silos and keys.
@@ -140,8 +135,9 @@ class SecureSums:
                 raise secure_sum.refused(detail)
             if strange := set(report.trained) - set(self._layout.branches):
                 raise RemoteWireError(Reason.MALFORMED, f"an update of branch {min(strange)}, which the model lacks")
-            if (found := len(report.support)) != self._row_count:
-                raise RemoteWireError(Reason.LAYOUT, f"the support of {found} rows, expected {self._row_count}")
+            rows = len(self._layout.sizes) - self._layout.first_row
+            if (found := len(report.support)) != rows:
+                raise RemoteWireError(Reason.LAYOUT, f"the support of {found} rows, expected {rows}")
             parts = (report.keys, report.commitment, report.signature)
             secure_sum.check_signature(self._accepted[name], self._run, version, name, self._roster, *parts)
 
@@ -273,13 +269,13 @@ class SecureSums:
     def _unmasked(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> Mapping[int, F64]:
         """The sums of the masked updates by section, each over the silos that take part in it.
 
-        Rows whose masks the silos in them have not all revealed are left out.
+        Rows of silos that dropped out are left out.
 
         Raises:
             RemoteWireError: shares do not give the secrets that silos committed to, or the sum is none of updates.
         """
         seeds = self._seeds(agreed, revealed)
-        known = [*range(agreed.first_row), *self._open_rows(agreed, revealed)]
+        known = (*range(agreed.first_row), *agreed.whole_rows(self._masked))
         whole = {place: agreed.whole[place] for place in known}
         total = np.zeros(sum(agreed.sizes), np.uint32)
         dropped = {name: secure_sum.mask_key(seeds[name]) for name in agreed.weights.silos if name not in self._masked}
@@ -289,20 +285,9 @@ class SecureSums:
                 if place in whole:
                     total[whole[place]] += masked.buffer[where]
             masks.append(agreed.own_mask(name, seeds[name], sign=-1))
-            for place in known[agreed.first_row :]:
-                if agreed.row(name)[place]:
-                    seed = revealed[name].rows[place - agreed.first_row].tobytes()
-                    masks.append(agreed.row_mask(place, seed, sign=-1))
             masks += [agreed.pair_mask(key, name, other, sign=-1) for other, key in dropped.items()]
         secure_sum.add_masks(total, whole, masks)
         return {place: secure_sum.decoded(total[where], agreed.bounds[place]) for place, where in whole.items()}
-
-    def _open_rows(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> Iterator[int]:
-        """The rows whose sum over the silos left may be known, and of which each of them has revealed its mask."""
-        for place in agreed.open_rows(tuple(self._masked), self._options):
-            silos = [name for name in self._masked if agreed.row(name)[place]]
-            if all(name in revealed and revealed[name].rows[place - agreed.first_row].any() for name in silos):
-                yield place
 
     def _seeds(self, agreed: Sum, revealed: Mapping[str, RevealedShares]) -> dict[str, bytes]:
         """The secrets that remove the masks: of silos in the sum the own seed, of the others that of their key."""

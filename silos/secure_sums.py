@@ -237,12 +237,11 @@ class SecureSums:
                 # Its zeros would only make the sum look like one of more silos.
                 raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
             secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place], total[where])
-        rows = filter(sections.__contains__, range(agreed.first_row, len(agreed.sizes)))
-        masks = [
-            agreed.own_mask(name, own.own_seed, sign=1),
-            *(agreed.row_mask(place, own.row_seed(place), sign=1) for place in rows),
-            *(agreed.pair_mask(own.mask_key, name, each, sign=1) for each in agreed.weights.silos if each != name),
-        ]
+        masks = [agreed.own_mask(name, own.own_seed, sign=1)]
+        for other in agreed.weights.silos:
+            if other != name:
+                masks.append(agreed.pair_mask(own.mask_key, name, other, sign=1))
+                masks += [agreed.row_mask(own.seal_key, name, other)] if agreed.first_row < len(agreed.sizes) else []
         secure_sum.add_masks(total, sections, masks)
         return MaskedUpdate(layout_digest, total)
 
@@ -257,8 +256,5 @@ class SecureSums:
             of_seed, of_key = secure_sum.open_share(own.seal_key, sender, context, (silo, name), sealed.sealed[place])
             # One kind only: with both, the sum would show what this silo sent.
             shares.append(of_seed if silo in left.silos else of_key)
-        rows = np.zeros((len(agreed.sizes) - agreed.first_row, secure_sum.SEED_BYTES), np.uint8)
-        for place in set(agreed.open_rows(left.silos, self._options)) & set(agreed.places(name)):
-            rows[place - agreed.first_row] = np.frombuffer(own.row_seed(place), np.uint8)
         revealed = np.frombuffer(b"".join(shares), np.uint8).reshape(-1, secure_sum.SEED_BYTES)
-        return RevealedShares(revealed.copy(), rows)
+        return RevealedShares(revealed.copy())

@@ -213,7 +213,7 @@ def test_a_sum_that_cannot_be_opened_ends_the_round_and_names_the_silo(start: Ro
     found = {name: start.answer(name, start.coordinator.request(Stage.REVEAL, name)) for name in NAMES}
     lie = found["silo-01"]
     assert isinstance(lie, RevealedShares)
-    found["silo-01"] = RevealedShares(lie.shares ^ np.eye(5, 16, dtype=np.uint8), lie.rows)
+    found["silo-01"] = RevealedShares(lie.shares ^ np.eye(5, 16, dtype=np.uint8))
     start.collect(Stage.REVEAL, {name: Answer(3, found[name]) for name in NAMES})  # type: ignore[arg-type]
     assert not start.coordinator.complete
     assert (

@@ -122,9 +122,7 @@ def _of_sums() -> dict[str, Message]:
         "update_report": report,
         "sealed_shares": sealed,
         "masked_update": MaskedUpdate(LAYOUT.digest, np.array([0, 1, 2**32 - 1], np.uint32)),
-        "revealed_shares": RevealedShares(
-            np.arange(32, dtype=np.uint8).reshape(2, 16), np.arange(48, dtype=np.uint8).reshape(3, 16)
-        ),
+        "revealed_shares": RevealedShares(np.arange(32, dtype=np.uint8).reshape(2, 16)),
     }
     return {
         **{f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in replies.items()},

@@ -337,9 +337,6 @@ class RevealedShares(Payload):
     """A silo's share of one secret of each silo: of its own mask if its update is in the sum, otherwise of its key."""
 
     shares: Annotated[U8, Tensor(("uint8",), ("N", 16))]  # (N, 16) uint8, in the order of the weights
-    # (C, 16) uint8: seeds of the sender's own masks of rows; zeros of a row that it is not in, or that would single a
-    # silo out.
-    rows: Annotated[U8, Tensor(("uint8",), ("C", 16), least=0)]
 
 
 @payload("metrics")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Self
@@ -148,23 +148,18 @@ class RoundSecrets:
     own_seed: bytes  # of its own mask
     key_seed: bytes  # of the private key of its masks for pairs
     seal_key: X25519PrivateKey  # opens the shares that are sealed for it
-    rows_seed: bytes  # of its own masks of rows, which it alone reveals, one by one
 
     @classmethod
     def derive(cls, secret: bytes, run: str, version: int) -> Self:
         """Derive them from a random secret of the silo that it keeps for the run."""
-        raw = _derived(secret, "secrets", _joined(run, version), 3 * SEED_BYTES + _KEY_BYTES)
-        own, key, rows = (raw[start : start + SEED_BYTES] for start in range(0, 3 * SEED_BYTES, SEED_BYTES))
-        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[3 * SEED_BYTES :]), rows)
+        raw = _derived(secret, "secrets", _joined(run, version), 2 * SEED_BYTES + _KEY_BYTES)
+        own, key = raw[:SEED_BYTES], raw[SEED_BYTES : 2 * SEED_BYTES]
+        return cls(own, key, X25519PrivateKey.from_private_bytes(raw[2 * SEED_BYTES :]))
 
     @cached_property
     def mask_key(self) -> X25519PrivateKey:
         """The private key of its masks for pairs."""
         return mask_key(self.key_seed)
-
-    def row_seed(self, place: int) -> bytes:
-        """The seed of its own mask of a row, by the index of its section."""
-        return _derived(self.rows_seed, "row", _joined(place), SEED_BYTES)
 
     @property
     def public(self) -> U8:
@@ -291,30 +286,40 @@ class Sum:
         return sum(self.sizes[place] for place in self.places(name))
 
     def own_mask(self, name: str, seed: bytes, *, sign: int) -> Mask:
-        """A silo's own mask; rows have other seeds."""
-        places = frozenset(place for place in self.places(name) if place < self.first_row)
-        return Mask(_derived(seed, "own mask", self.context), sign, places)
-
-    def row_mask(self, place: int, seed: bytes, *, sign: int) -> Mask:
-        """A silo's own mask of a row."""
-        return Mask(_derived(seed, "row mask", self.context), sign, frozenset({place}))
+        """A silo's own mask; rows have none."""
+        return Mask(_derived(seed, "own mask", self.context), sign, self._places(name, rows=False))
 
     def pair_mask(self, key: X25519PrivateKey, name: str, other: str, *, sign: int) -> Mask:
-        """The mask of silo ``name``, whose ``key`` or the other's it is, for another silo.
+        """The mask of silo ``name``, whose mask ``key`` or the other's it is, for another silo.
 
-        Only sections in whose sums both take part have it.
+        Only branches in whose sums both take part have it.
         """
         own = key.public_key().public_bytes_raw() == public_key(self.keys, name, 0).public_bytes_raw()
         shared = _exchanged(key, public_key(self.keys, other if own else name, 0))
-        first = self.weights.silos.index(name) < self.weights.silos.index(other)
-        places = frozenset(self.places(name)) & frozenset(self.places(other))
-        return Mask(_derived(shared, "pair mask", self.context), sign if first else -sign, places)
+        return self._pair(shared, "pair mask", name, other, sign, rows=False)
 
-    def open_rows(self, silos: Sequence[str], options: SecureAggregation) -> list[int]:
-        """The rows, by index, whose sum over some silos shows no single one's row."""
-        kept = np.isin(self.weights.silos, silos)
-        rows = ((place, self.weights.weights[place] * kept) for place in range(self.first_row, len(self.sizes)))
-        return [place for place, row in rows if row.any() and singles_out(row, options) is None]
+    def row_mask(self, seal_key: X25519PrivateKey, name: str, other: str) -> Mask:
+        """The mask of silo ``name``, whose key of sealed shares it is, for another silo in rows of both.
+
+        Nobody reveals that key. So the sum of a row is known if all of its silos are in it, or not at all: with a silo
+        that dropped out, another one could be left alone in a row.
+        """
+        shared = _exchanged(seal_key, public_key(self.keys, other, 1))
+        return self._pair(shared, "row mask", name, other, 1, rows=True)
+
+    def _pair(self, shared: bytes, label: str, name: str, other: str, sign: int, *, rows: bool) -> Mask:
+        first = self.weights.silos.index(name) < self.weights.silos.index(other)
+        places = self._places(name, rows=rows) & self._places(other, rows=rows)
+        return Mask(_derived(shared, label, self.context), sign if first else -sign, places)
+
+    def _places(self, name: str, *, rows: bool) -> frozenset[int]:
+        return frozenset(place for place in self.places(name) if (place >= self.first_row) is rows)
+
+    def whole_rows(self, silos: Collection[str]) -> list[int]:
+        """The rows, by index, of which all silos are among the given ones."""
+        there = np.isin(self.weights.silos, list(silos))
+        rows = ((place, self.weights.weights[place] > 0) for place in range(self.first_row, len(self.sizes)))
+        return [place for place, row in rows if row.any() and there[row].all()]
 
 
 def add_masks(total: U32, sections: Mapping[int, slice], masks: Iterable[Mask]) -> None:
@@ -436,7 +441,7 @@ def check_policy(
 ) -> None:
     """Check that a sum, or what is left of it after silos dropped out, shows no single silo's update.
 
-    Of the rows that are left, a silo reveals its masks only if their sums show no single silo's row.
+    The sum of a row is of all of its silos, or not known.
 
     Raises:
         RemoteWireError: it has too few silos, or weights that single one out.

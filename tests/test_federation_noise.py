@@ -21,9 +21,11 @@ from fedmq.errors import InputError
 from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, protected, spent
 from fedmq.wire.payloads import (
     ClassPrototypes,
+    ControlVariate,
     Delta,
     Geometry,
     LabelCount,
+    LocalSteps,
     Loss,
     MeanAveragePrecision,
     Memory,
@@ -91,7 +93,11 @@ def test_every_kind_that_silos_send_with_numbers_can_get_noise_by_name() -> None
     for name in protocols.names():
         method = population(name)
         sent = {kind.KIND for silo in method.context.silos for kind in method.protocol.uploads(silo)}
-        assert sent <= known | {kind.KIND for kind in UPDATES} | {LabelCount.KIND}, "a count gets no noise"
+        assert sent <= known | {kind.KIND for kind in UPDATES} | {
+            LabelCount.KIND,
+            LocalSteps.KIND,
+            ControlVariate.KIND,
+        }, "counts get no noise, and a control variate is to arrive exactly"
 
 
 def test_an_idle_silo_adds_noise_to_its_statistics_only() -> None:
@@ -194,6 +200,7 @@ def test_options_that_the_methods_payloads_cannot_keep_are_refused_by_name(tiny:
         ),
         ((BUDGET.replace("12", "1"),), r"privacy\.budget\.epsilon: found 1.*allowed: at least 6.57"),
         ((BUDGET, "aggregation.mode=buffered"), "sync or async"),
+        ((BUDGET, "protocol=fednova"), "privacy.budget: found with fednova, whose silos send local_steps"),
     ):
         with pytest.raises(InputError, match=words):
             in_process_run.run(

@@ -354,7 +354,9 @@ def test_representations_sent_down_are_those_of_the_partially_mixed_model() -> N
     run = population("creamfl_public", {"server_rate": 1e-2})
     aggregation = Aggregation(mode="async", mixing=0.3)
     setting: Any = types.SimpleNamespace(
-        protocol=run.protocol, context=run.context, scenario=types.SimpleNamespace(aggregation=aggregation)
+        protocol=run.protocol,
+        context=run.context,
+        scenario=types.SimpleNamespace(aggregation=aggregation, privacy=Privacy()),
     )
     merged, _ = merged_state(setting, run.state, run.replies(run.eligible[:1]), 0)
     run.model.load(merged.state.theta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedmq import seeds
-from fedmq.config.privacy import Noise, Privacy
+from fedmq.config.privacy import Noise, Privacy, Statistic
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.wire.fields import Real, Tensor
@@ -191,6 +191,9 @@ def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]
         for kind in sorted(kinds):
             if (noise := noise_of(kind, privacy)) is None or noise.noise_multiplier == 0:
                 update = kinds[kind] in UPDATES
+                if not update and kind not in get_args(Statistic):
+                    found = f"with {label}, whose silos send {kind}, to which no noise can be added"
+                    raise InputError("privacy.budget", found, "null, or another method")
                 place = "privacy.noise_multiplier" if update else f"privacy.statistics.{kind}.noise_multiplier"
                 allowed = f"above 0 with privacy.budget, as silos of {label} send {kind} in each reply"
                 raise InputError(place, 0, allowed)

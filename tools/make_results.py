@@ -105,7 +105,7 @@ def course(kept: Kept, merges: list[int]) -> str:
 
 def _brief(text: str) -> str:
     """A cell with numbers below 1 without the leading zero, and a learning rate as ``rate``, to fit into a line."""
-    return re.sub(r"\b0\.(?=\d{4}\b)", ".", text.replace("learning_rate=", "rate="))
+    return re.sub(r"\b0\.(?=\d{4,5}\b)", ".", text.replace("learning_rate=", "rate="))
 
 
 def pages() -> dict[Path, str]:

@@ -328,11 +328,10 @@ class Traits:
         pooled: the first silo holds the training data of all silos, in both modalities.
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         personalised: silos have personal models, which they evaluate with :meth:`FederatedProtocol.encoders`.
-        shared_layers: names of the layers that replies update by a PartialDelta, in the layout's order; None for the
-            whole model.
+        shared_layers: names of the layers that a PartialDelta updates, in the layout's order; None for the whole model.
         first_round_selects_all: the first synchronous round selects all eligible silos, whatever the participation.
         counts_items_twice: a row of class prototypes or of a memory may count an item once per modality.
-        needs_public: the method needs a data set that marks public items, which sites with their own data do not state.
+        needs_public: the method needs a data set that marks public items, unlike sites with their own data.
         public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
@@ -343,8 +342,7 @@ class Traits:
         weighs_single_silos: merges weight the replies of single-modality silos by :attr:`Update.factor`, so that
             ``aggregation.single_weight`` applies.
         completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
-        exact_updates: the method derives more from an update than its silo sends, so that the update has to arrive as
-            it was trained, without clipping, noise and compression.
+        exact_updates: the method needs updates as they were trained, without clipping, noise and compression.
     """
 
     pooled: bool = False

@@ -271,9 +271,8 @@ class Checkpointing:
         private = run_context.scenario.privacy.secure_aggregation is not None
         aside = clock.virtual and roster.wired and not run_context.scenario.faults and not private
         self._writer = ThreadPoolExecutor(1, "checkpoint") if aside else None
-        # What the writer is to write, with the numbers of the last committed tasks in it; and its work, once it begins.
-        self._handed: tuple[Checkpoint, int | None, Mapping[str, int]] | None = None
-        self._writing: Future[None] | None = None
+        # What the writer is writing, and the numbers of the last committed tasks in it.
+        self._being_written: tuple[Future[None], Mapping[str, int]] | None = None
 
     def durably_committed(self, silo: str) -> int:
         """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
@@ -312,7 +311,7 @@ class Checkpointing:
         self._roster.settle()
         self._log.sign(SignedAt.MERGE, version=record.rounds.version)
         if self._writer is not None:
-            self._handed = record, cause, self.committed
+            self._being_written = self._writer.submit(self._write, record, cause), self.committed
             return
         self._on_disk = self.committed, self._on_disk[0]
         self._write(record, cause)
@@ -322,18 +321,11 @@ class Checkpointing:
         self.write()
         self._wait()
 
-    def begin_writing(self) -> None:
-        """Let the writer begin; once the next tasks are sent, it delays none of them."""
-        if self._writer is not None and self._handed is not None and self._writing is None:
-            record, cause, _ = self._handed
-            self._writing = self._writer.submit(self._write, record, cause)
-
     def _wait(self) -> None:
         """Wait for the writer."""
-        self.begin_writing()
-        if self._handed is not None and self._writing is not None:
-            (_, _, committed), writing, self._handed, self._writing = self._handed, self._writing, None, None
-            writing.result()
+        if self._being_written is not None:
+            (written, committed), self._being_written = self._being_written, None
+            written.result()
             # Not before, as silos delete their older states then; and not by the writer, as tasks would differ.
             self._on_disk = committed, self._on_disk[0]
 

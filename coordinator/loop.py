@@ -482,7 +482,8 @@ class Loop:
         if not measured:
             self._stop()  # without a checkpoint: a resumed run repeats the merge and the evaluation
             return
-        self.counters.add_seconds("evaluation", waited := self.clock.stopwatch() - waiting)
+        waited = self.clock.stopwatch() - waiting
+        self.counters.add_seconds("evaluation", waited)
         self.states = states_in_use(self.states, {version, *self.evaluation.versions}, self.rounds.pending)
         line = merge_line(version, self.clock.now(), replies, merged.log)
         self.status.merged(line)
@@ -497,4 +498,3 @@ class Loop:
             self._stop()
         else:
             self._handle(Merged(version, last=last), cause)
-            self.saving.begin_writing()

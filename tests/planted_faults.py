@@ -73,7 +73,7 @@ FAULTS = {
     "a silo that returns does not take part": PlantedFault(
         20, Rounds.join_late, {"gone=self.gone - {event.silo}": "gone=self.gone"}
     ),
-    "a silo that returns does not get its task": PlantedFault(4, Rounds.join, {"joined._resend((event.silo,))": "()"}),
+    "a silo that returns does not get its task": PlantedFault(1, Rounds.join, {"joined._resend((event.silo,))": "()"}),
 }
 
 

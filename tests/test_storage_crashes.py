@@ -23,7 +23,6 @@ from coordinator.checkpoints import Checkpoint
 from coordinator.counters import Counters
 from coordinator.faults import FaultInjector
 from coordinator.round_events import RoundsRecord
-from coordinator.sessions import Roster
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import DiskError, InputError, RunError
 from fedmq.federation.faults import FaultSchedule
@@ -33,11 +32,9 @@ from fedmq.storage.locks import is_locked, lock, locked, try_lock, unlock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Message
 from silos.personal_state import DiskQueue, StateStore
 from silos.tasks import Slots, slots_folder
-from tests import threaded_run
-from tests.waiting import PATIENCE, wait_for
+from tests.waiting import PATIENCE
 
 
 def made(version: int, *older: int) -> Checkpoint:
@@ -426,34 +423,3 @@ def test_forked_processes_hold_a_lock_one_at_a_time(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert path.read_text() == "40"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("clock", "early"), [("virtual", True), ("wall", False)])
-def test_tasks_are_sent_before_the_checkpoint_is_on_disk_only_if_a_repeated_merge_is_the_same(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: str, *, early: bool
-) -> None:
-    done, save, send = list[tuple[str, int]](), checkpoints.save, Roster.send
-    scenario = threaded_run.resolved(tiny, f"clock={clock}", "protocol=fedper", "rounds=3", "participation=1")
-
-    def saved(folder: Path, record: Checkpoint, disk: Callable[[Path], None]) -> Path:
-        version = record.rounds.version
-        if early and version < scenario.rounds:
-            wait_for(lambda: ("task", version) in done)
-        made = save(folder, record, disk)
-        done.append(("saved", version))
-        return made
-
-    def sent(roster: Roster, name: str, message: Message | Header) -> int:
-        if isinstance(message, Message) and message.header.kind is Kind.TASK:
-            done.append(("task", message.header.base_version))
-        return send(roster, name, message)
-
-    monkeypatch.setattr(checkpoints, "save", saved)
-    monkeypatch.setattr(Roster, "send", sent)
-    threaded_run.run(scenario, tmp_path)
-    for version in (1, 2):
-        at = done.index(("saved", version))
-        assert (done.index(("task", version)) < at) == early
-        assert ("task", version + 1) not in done[:at], "the next merge waits for it"
-    assert done[-1] == ("saved", 3)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -238,11 +237,7 @@ _PAUSE_SECONDS = 0.2
 
 
 class Checkpointing:
-    """Writes the run's checkpoints: one after each merge, or at most one in ``least_seconds``.
-
-    If a repeated merge has the same result, another thread writes them while the silos train on, and the next
-    checkpoint waits for it. A run that is killed meanwhile repeats the merge.
-    """
+    """Writes the run's checkpoints: one after each merge, or at most one in ``least_seconds``."""
 
     def __init__(
         self,
@@ -266,13 +261,6 @@ class Checkpointing:
         self._on_disk: tuple[Mapping[str, int], Mapping[str, int]] = (committed, {})
         self._least_seconds, self._written_at = least_seconds, clock.stopwatch()
         self._unwritten: tuple[Checkpoint, int | None] | None = None
-        # A repeated merge has the same result, unless it depends on the wall clock or a scripted fault. Silos would
-        # need their secrets again for a secure sum, and those in this process their personal states.
-        private = run_context.scenario.privacy.secure_aggregation is not None
-        aside = clock.virtual and roster.wired and not run_context.scenario.faults and not private
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if aside else None
-        # What the writer is writing, and the numbers of the last committed tasks in it.
-        self._being_written: tuple[Future[None], Mapping[str, int]] | None = None
 
     def durably_committed(self, silo: str) -> int:
         """Number of the silo's last task that is committed in the last two checkpoints; it may delete older states.
@@ -287,7 +275,7 @@ class Checkpointing:
         """Save a merge, which the event of log record ``cause`` led to: at once, or with a later merge.
 
         Raises:
-            RunError: this checkpoint, or the one before, could not be written in several attempts.
+            RunError: the checkpoint could not be written in several attempts.
         """
         self.committed = after.committed
         self._roster.note_unlogged()  # the counters include them, and this process may be killed before it notes them
@@ -304,34 +292,13 @@ class Checkpointing:
     @span("disk")
     def write(self) -> None:
         """Write the checkpoint of the last merge, if it is not on disk; errors as of :meth:`save`."""
-        self._wait()
         if self._unwritten is None:
             return
         (record, cause), self._unwritten = self._unwritten, None
-        self._roster.settle()
-        self._log.sign(SignedAt.MERGE, version=record.rounds.version)
-        if self._writer is not None:
-            self._being_written = self._writer.submit(self._write, record, cause), self.committed
-            return
-        self._on_disk = self.committed, self._on_disk[0]
-        self._write(record, cause)
-
-    def close(self) -> None:
-        """Write the checkpoint of the last merge, if it is not on disk, and wait for it; errors as of :meth:`save`."""
-        self.write()
-        self._wait()
-
-    def _wait(self) -> None:
-        """Wait for the writer."""
-        if self._being_written is not None:
-            (written, committed), self._being_written = self._being_written, None
-            written.result()
-            # Not before, as silos delete their older states then; and not by the writer, as tasks would differ.
-            self._on_disk = committed, self._on_disk[0]
-
-    @span("disk")
-    def _write(self, record: Checkpoint, cause: int | None) -> None:
         version = record.rounds.version
+        self._roster.settle()
+        self._log.sign(SignedAt.MERGE, version=version)
+        self._on_disk = self.committed, self._on_disk[0]
         for attempts_left in reversed(range(_TRIES)):
             try:
                 to_disk = partial(self._fault_injector.to_disk, version, cause)

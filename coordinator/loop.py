@@ -121,7 +121,7 @@ class Loop:
             while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
                 self._step()
         finally:
-            self.saving.close()
+            self.saving.write()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
             if not self.counters.participations.total():
@@ -447,7 +447,7 @@ class Loop:
 
     @span("merge")
     def _merge(self, action: Merge) -> None:
-        """Merge, save a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
+        """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         now, merges = self.rounds.version, self.counters.participations
         merge = None if self.sums is None else self.sums.merge

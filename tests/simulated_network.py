@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 
 from fedmq.clock import VirtualClock
 from fedmq.wire.codec import BytesLike
@@ -202,24 +201,6 @@ class SimulatedClock(VirtualClock):
 
     def pause(self, seconds: float) -> None:
         self._world.now += seconds
-
-
-class LateWriter:
-    """In place of a thread that writes checkpoints: it writes as late as it can, and nothing if its process is dead."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __call__(self, *_: object) -> LateWriter:
-        return self
-
-    def submit(self, write: Callable[..., None], *arguments: object) -> SimpleNamespace:
-        def result() -> None:
-            if self._world.listener is None:
-                raise Killed
-            write(*arguments)
-
-        return SimpleNamespace(result=result)
 
 
 class SimulatedListener(Listener):

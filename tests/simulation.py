@@ -63,7 +63,7 @@ from silos import host as hosts
 from silos.program import SiloArguments
 from silos.tasks import Slots
 from tests import simulated_network
-from tests.simulated_network import Killed, LateWriter, SimulatedClock, SimulatedConnection, World
+from tests.simulated_network import Killed, SimulatedClock, SimulatedConnection, World
 from tests.simulated_script import SILOS, Act, Script, changed
 from tests.simulation_invariants import Invariants, differences_of
 from tests.threaded_run import resolved, run_of
@@ -513,7 +513,8 @@ class Simulation:
             )
 
         def saved(folder: Path, record: Any, disk: Callable[[Path], None]) -> Path:
-            self.invariants.saved(folder, made := save(folder, record, disk))
+            made = save(folder, record, disk)
+            self.invariants.saved(folder, made)
             return made
 
         def handled(loop: Loop, event: Event, record: int | None) -> None:
@@ -548,7 +549,6 @@ class Simulation:
         patch.setattr(fedmq.runs.results, "append_line", append_line)
         patch.setattr(coordinator.faults, "to_disk", to_disk)
         patch.setattr(coordinator.checkpoints, "save", saved)
-        patch.setattr(coordinator.checkpoints, "ThreadPoolExecutor", LateWriter(world))
         patch.setattr(Loop, "_handle", handled)
         patch.setattr(Loop, "_send", sent)
         patch.setattr(coordinator.loop, "validated", validated)

@@ -108,21 +108,20 @@ class Invariants:
     def ended(self, folder: Path) -> None:
         """The coordinator's process has ended."""
         self.loop, self._first = None, {}
-        version = self.restorable(folder)
-        self._merged = {key: into for key, into in self._merged.items() if into < version}  # later ones are undone
+        self.restorable(folder)
 
-    def restorable(self, folder: Path) -> int:
-        """The newest checkpoint, at least the last that was written, can be loaded; returns its version, or -1."""
+    def restorable(self, folder: Path) -> None:
+        """The newest checkpoint, at least the last that was written, can be loaded."""
         loaded = coordinator.checkpoints.load(folder)
         version = -1 if loaded is None else loaded.rounds.version
+        self._merged = {key: into for key, into in self._merged.items() if into < version}  # later ones are undone
         wanted = int(self._complete[-1].name.removeprefix("version-")) if self._complete else -1
         assert version >= wanted, f"checkpoint {wanted} was written, but {version} is the newest"
-        return version
 
     def torn(self, newest: Path) -> None:
         """A checkpoint is lost, but not by a fault of the program."""
         self._complete = [path for path in self._complete if path != newest]
-        self.ended(newest.parent)
+        self.restorable(newest.parent)
 
     # ------------------------------------------------------------------------------------------------------ watchdog
     def waiting(self, peers: Iterable[str]) -> str:

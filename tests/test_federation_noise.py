@@ -200,7 +200,7 @@ def test_options_that_the_methods_payloads_cannot_keep_are_refused_by_name(tiny:
         ),
         ((BUDGET.replace("12", "1"),), r"privacy\.budget\.epsilon: found 1.*allowed: at least 6.57"),
         ((BUDGET, "aggregation.mode=buffered"), "sync or async"),
-        ((BUDGET, "protocol=fednova"), "privacy.budget: found with fednova, whose silos send local_steps"),
+        ((BUDGET, "protocol=fednova"), r"privacy\.budget: found 'with fednova, whose silos send local_steps"),
     ):
         with pytest.raises(InputError, match=words):
             in_process_run.run(

@@ -65,7 +65,7 @@ def describe(spec: Field) -> str:
     match spec:
         case Tensor():
             bulk = "bulk " if spec.bulk else ""
-            empty = ", n from 0" if spec.least == 0 else ""
+            empty = f", {spec.shape[0]} from 0" if spec.least == 0 else ""
             return f"{bulk}tensor {' or '.join(spec.dtypes)} ({', '.join(map(str, spec.shape))}){empty}"
         case Whole():
             return f"integer, {spec.low} to {power(spec.high)}"

@@ -271,7 +271,7 @@ class Checkpointing:
         private = run_context.scenario.privacy.secure_aggregation is not None
         aside = clock.virtual and roster.wired and not run_context.scenario.faults and not private
         self._writer = ThreadPoolExecutor(1, "checkpoint") if aside else None
-        # What the writer is to write, with the numbers of the last committed tasks in it; and its work, once it begins.
+        # What the writer is to write, with each silo's last committed task in it; and the writing, once it has begun.
         self._handed: tuple[Checkpoint, int | None, Mapping[str, int]] | None = None
         self._writing: Future[None] | None = None
 
@@ -334,7 +334,8 @@ class Checkpointing:
         if self._handed is not None and self._writing is not None:
             (_, _, committed), writing, self._handed, self._writing = self._handed, self._writing, None, None
             writing.result()
-            # Not before, as silos delete their older states then; and not by the writer, as tasks would differ.
+            # Only now, as silos delete their older states then; and in this thread, as otherwise the content of tasks
+            # would depend on when the writer ends.
             self._on_disk = committed, self._on_disk[0]
 
     @span("disk")

@@ -72,7 +72,7 @@ def query_vector(folders: QueryFolders, item: str | Pixels, *, binary: bool) -> 
 def seal(folder: Path) -> None:
     """Write the digest of a folder's ONNX file beside it."""
     with (folder / FILE).open("rb") as file:
-        os.fsync(file.fileno())  # what is remembered of a file must not outlast its content if the machine fails
+        os.fsync(file.fileno())  # `file_digest` remembers: that must not outlive the content
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     (folder / _DIGEST).write_text(digest, encoding="ascii")
 

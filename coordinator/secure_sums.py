@@ -272,7 +272,7 @@ class SecureSums:
         Rows of silos that dropped out are left out.
 
         Raises:
-            RemoteWireError: shares do not give the secrets that silos committed to, or the sum is none of updates.
+            RemoteWireError: shares do not give the secrets that silos committed to, or the sum is out of range.
         """
         seeds = self._seeds(agreed, revealed)
         known = (*range(agreed.first_row), *agreed.whole_rows(self._masked))

@@ -2,9 +2,10 @@
 
 The data set marks public pairs (split ``public``), which all silos and the coordinator know. At the start of a task a
 silo that lacks a modality embeds its items and the public ones, in the modality that it has, by the downloaded model.
-Each of its items gets the other modality of the nearest public item by Euclidean distance; if the data have labels, of
-that of the ``candidates`` nearest ones whose labels are most similar by the Jaccard index. The silo then trains both
-towers on these pairs as a paired silo does. The coordinator trains the model on the public pairs, as one more silo S.
+Each of its items gets the other modality of the nearest public item by Euclidean distance. If the data have labels, it
+gets that of the item with the most similar labels, by the Jaccard index, of the ``candidates`` nearest ones. The silo
+then trains both towers on these pairs as a paired silo does. The coordinator trains the model on the public pairs, as
+one more silo S.
 
 The merge weights each tower separately. With w_k = n_k / sum_j n_j over the silos and S, and alpha < 1,
 
@@ -59,8 +60,8 @@ class CarMflOptions(TauOptions):
     """Options of CAR-MFL.
 
     Args:
-        candidates: number of nearest public items among which labels decide; 1, or data without labels, take the
-            nearest one.
+        candidates: number of nearest public items among which labels decide; with 1, or without labels, the nearest
+            one is taken.
         alpha: factor of a silo's weight in the tower of the modality that it lacks, before the softmax.
     """
 
@@ -183,7 +184,7 @@ class CarMfl(FederatedProtocol):
             completed = torch.tensor([*(not aggregation.owns(reply.silo, name) for reply in replies), False])
             weights = tower_weights(samples, completed, factors, self.options.alpha)
             aggregation.add_weighted(step[part], [update[part] for update in updates], weights)
-        theta = step.add_(state.theta).to(state.theta.dtype)
+        theta = aggregation.stepped(state.theta, step)
         return MergeResult(replace(state, theta=theta), {"server_loss": own.loss})
 
     def _trained(self, theta: Tensor, round_: int) -> training.TrainingResult:

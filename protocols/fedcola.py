@@ -222,7 +222,7 @@ class FedCola(FederatedProtocol):
                 weights, has, paired, single=single, shared=shared, compensation=self.options.compensation
             )
             aggregation.add_weighted(step[part], [reply.delta[part] for reply in replies], row)
-        return step.add_(theta).to(theta.dtype)
+        return aggregation.stepped(theta, step)
 
 
 def _group(name: str) -> str:

@@ -8,7 +8,7 @@ v ← β2 v + (1 - β2) Δ² for ``adam``; v ← v - (1 - β2) Δ² sign(v - Δ�
 
 θ ← θ + η m / (√v + τ)
 
-m starts at 0 and v at τ², the least value that the paper allows, without a correction of the bias, as printed. β1, β2
+m starts at 0 and v at τ², the least value that the paper allows, without bias correction, as printed. β1, β2
 and τ are those of the paper's experiments. The paper tunes η for each task; ``server_rate`` has to be tuned, too.
 
 Departures: updates are weighted by samples, where algorithm 2 has the plain mean (``weighting: uniform``). A branch

@@ -4,7 +4,7 @@ The layers are those of ``fedper``: the projection heads, or the last layers of 
 others are averaged. FedPer trains both at once. In FedRep (arXiv 2102.07078, algorithm 1) a silo downloads the body φ
 and fits its head h_i to it for ``head_epochs`` epochs, from where its last task left it; then it trains φ for
 ``training.local_epochs`` epochs with h_i fixed, and uploads the change of φ. The released code's commands for CIFAR
-train 10 epochs of the head and one of the body; with few items a silo, 10 epochs fit the head too closely. Personal
+train 10 epochs of the head and one of the body; with few items per silo, 10 epochs overfit the head. Personal
 models are evaluated: the body as downloaded, and the head after the silo's last task.
 
 Departures: φ is averaged by numbers of samples, as in the released code (lgcollins/FedRep), where algorithm 1 has the

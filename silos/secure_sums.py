@@ -111,7 +111,7 @@ class SecureSums:
     def withhold(
         self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts
     ) -> tuple[Payload, ...]:
-        """Keep what of a reply to a task of a version goes through the sum, and report on it instead.
+        """Keep the parts of a reply that go through the sum, and report on them instead.
 
         Raises:
             RunError: a value is not finite, or larger than a sum allows.
@@ -151,7 +151,7 @@ class SecureSums:
                 what = f"an update that changes a parameter by {found:.3g}, allowed: at most {most:g}, "
                 what += "privacy.secure_aggregation.range"
                 if name not in list(layout.sizes)[: layout.first_row]:  # the method bounds its rows
-                    what = f"a row {name} with {found:.3g}, allowed: at most {most:g}"
+                    what = f"a row {name} with a value of {found:.3g}, allowed: at most {most:g}"
                 raise RunError(what)
         counts = [*support.values(), np.zeros(0, np.int64)]
         return _Kept(version, values, holds, tuple(trained), samples, np.concatenate(counts))
@@ -234,7 +234,7 @@ class SecureSums:
         for place, where in sections.items():
             section = agreed.weights.branches[place]
             if not kept.holds.get(section):
-                # Its zeros would only make the sum look like one of more silos.
+                # Its zeros would only make the sum look like one of more silos than it is.
                 raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
             secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place], total[where])
         masks = [agreed.own_mask(name, own.own_seed, sign=1)]

@@ -35,7 +35,7 @@ def secret(folder: Path, text: str = "4a" * 32) -> Path:
     return path
 
 
-def site(folder: Path, name: str, data: dict[str, Any], **keys: object) -> Path:
+def site(folder: Path, name: str, data: dict[str, object], **keys: object) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({"name": name, "data": data, **keys}))
     return path
@@ -105,7 +105,7 @@ def test_copies_of_files_and_captions_with_other_punctuation_are_found_and_modal
             shade = 40 if number == 0 else 200 + ord(name) % 50  # the first image is the same at both sites
             Image.new("RGB", (8, 8), (shade, number, 0)).save(folder / f"{name}{number}.png")
             (folder / f"{name}{number}.txt").write_text(caption)
-    data: dict[str, Any] = {"name": "folder", "queries": 1, "val": 0}
+    data: dict[str, object] = {"name": "folder", "queries": 1, "val": 0}
     first = fingerprint(tmp_path, site(tmp_path, "a", {**data, "path": "a"}))
     for used, *expected in ((["image", "text"], 1, 1), (["text"], 0, 1)):
         second = fingerprint(tmp_path, site(tmp_path, "b", {**data, "path": "b"}, modalities=used))

@@ -128,8 +128,10 @@ class SumChecks:
 def _silos(scenario: Mapping[str, object]) -> Sequence[str]:
     """Names of the run's silos."""
     silos = scenario.get("silos")
-    count = silos.get("count") if isinstance(silos, Mapping) else None
-    return silo_names(count) if isinstance(count, int) else ()
+    if not isinstance(silos, Mapping) or not isinstance(count := silos.get("count"), int):
+        return ()
+    without = silos.get("without", ())
+    return [name for name in silo_names(count) if not isinstance(without, list | tuple) or name not in without]
 
 
 def _differing(version: int, kind: str, received: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:

@@ -46,9 +46,7 @@ def contribution_command(
     ] = 0,
     metric: Annotated[
         str | None,
-        typer.Option(
-            "--metric", help="What counts: mean_r1 by default, or map, fairness.worst_r1, personal.mean_r1, ..."
-        ),
+        typer.Option("--metric", help="Metric of a contribution: mean_r1 by default, or map, personal.mean_r1, ..."),
     ] = None,
     out_dir: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results; RUN-contribution by default.")
@@ -62,9 +60,9 @@ def contribution_command(
 ) -> None:
     """Measure what each silo of a finished run was worth: repeat the run with the same seed, without that silo.
 
-    With --shapley also the mean contribution over random orders in which the silos could have joined, with an
-    interval; this needs up to N runs per silo. Finished runs are kept: repeat the command to continue after a stop, or
-    with more orders. The folder holds table.csv, table.md and plots.html. Returns 1 if a run failed.
+    --shapley also gives each silo's mean contribution over N random orders in which the silos could have joined, with
+    an interval; this needs up to N runs per silo. Finished runs are kept: repeat the command to continue after a stop,
+    or with more orders. The folder of the results holds table.csv, table.md and plots.html. Returns 1 if a run failed.
 
     Example: [bold]fedmq contribution runs/smoke --shapley 20 --metric mean_r10[/bold]
     """

@@ -162,8 +162,8 @@ def keys_roster(
 ) -> None:
     """Put the requests of all processes of a run into one signed file, which each site accepts as a whole.
 
-    All sites compare the same twelve words, once: send the file to all of them, where `fedmq keys accept` reads it. A
-    site refuses a roster that has another key of the site itself.
+    Send the file to all sites, where `fedmq keys accept` reads it. They compare the same twelve words, once. A site
+    refuses a roster that lists another key for the site itself.
 
     Example: [bold]fedmq keys roster run.roster silo-00.request silo-01.request --keys keys[/bold]
     """

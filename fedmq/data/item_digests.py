@@ -69,7 +69,8 @@ def item_digests(prepared: Prepared, data: Data, progress: Progress | None = Non
         return kept
     with ExitStack() as held:
         with suppress(OSError):  # a read-only cache
-            held.enter_context(locked(path.with_suffix(".lock")))  # all processes of a run need them
+            # One process of a run computes them, and the others wait.
+            held.enter_context(locked(path.with_suffix(".lock")))
         if (kept := _kept(path, prepared)) is not None:
             return kept
         digests = _computed(prepared, data, progress)

@@ -1,8 +1,8 @@
 """Overlap between sites: images and captions that two sites hold, or one site's training and another's test items.
 
 Each site writes keyed digests of its contents (HMAC-SHA-256, RFC 2104) with a key that the sites share, and anyone can
-compare the files. They tell who lacks the key how many different contents a site has in each split, and how many of
-them two sites have; whoever has the key can also test whether a site has a content that they know or guess.
+compare the files. Without the key, they show only how many different contents a site has in each split, and how many
+of them two sites have. Whoever has the key can also test whether a site has a content that they know or guess.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OverlapFile(Stored):
 
     format: Literal[1]  # format of the file
     site: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
-    key: Keyed  # digest of nothing, equal in files that were made with the same key
+    key: Keyed  # digest of an empty content, equal in files that were made with the same key
     splits: dict[Split, SplitDigests]
 
     @property

@@ -1,7 +1,7 @@
 """What the silos of a run were worth: runs without some of them, and Shapley values over orders of the silos.
 
 A run without silos has ``silos.without``: the others keep their data, names and random draws. With the virtual clock
-bits repeat, so each value is exact for the run's seed.
+a repeated run gives the same bits, so each value is exact for the run's seed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def require_silos(scenario: Scenario, folder: RunFolder, names: Collection[str])
         names: the silos that are to be left out.
 
     Raises:
-        InputError: the sites have their own data, bits do not repeat, or a name is not that of a silo of the run.
+        InputError: the sites have their own data, the run cannot be repeated bit for bit, or a name is not that of a
+            silo of the run.
     """
     if scenario.data is None:
         allowed = "a run whose data are here; with sites' own data start it again with --set 'silos.without=[NAME]'"
@@ -201,7 +202,7 @@ def contributions(
         orders: orders of its silos; none without Shapley values.
         runs: the run of each group of silos.
         untrained: groups that cannot train; they have the value of the untrained model.
-        metric: what counts.
+        metric: the metric by which silos are compared.
 
     Raises:
         InputError: there are orders, and the untrained model has no such metric.

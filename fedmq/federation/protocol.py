@@ -229,14 +229,14 @@ class SummedRows:
 
 @dataclass(frozen=True)
 class SumLayout:
-    """What of a reply a secure sum adds: branches of the update, further changes of parameters, and rows."""
+    """The parts of a reply that a secure sum adds: branches of the update, further changes of parameters, and rows."""
 
     layout: Layout  # of the whole model
     layers: tuple[str, ...] | None  # layers of the update; None for the whole model
     branches: Mapping[str, slice]  # ranges of the update [P]; together they cover it
-    # Number of parameters of further changes, by their payload, which is declared with the change first.
+    # Number of parameters of further changes, by their payload, whose first tensor is the change.
     changes: Mapping[type[Payload], int] = field(default_factory=dict)
-    # Rows by their payload, which is declared with the rows first and the number of samples behind each row second.
+    # Rows by their payload, whose first tensor has the rows, and the second the number of samples behind each.
     rows: Mapping[type[Payload], SummedRows] = field(default_factory=dict)
 
     @cached_property
@@ -275,7 +275,7 @@ class Added:
     step: torch.Tensor  # float64 [P], change of the parameters
     replies: Sequence[Update]  # of the silos in the sum
     weights: torch.Tensor  # their weights float64 [M]
-    means: Mapping[str, torch.Tensor]  # float64, of further sections by name; without rows that are left as they are
+    means: Mapping[str, torch.Tensor]  # float64, of other sections by name; without rows that stay as they are
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class Traits:
         shared_layers: names of the layers that a PartialDelta updates, in the layout's order; None for the whole model.
         first_round_selects_all: the first synchronous round selects all eligible silos, whatever the participation.
         counts_items_twice: a row of class prototypes or of a memory may count an item once per modality.
-        needs_public: the method needs a data set that marks public items, unlike sites with their own data.
+        needs_public: the method needs a data set that marks public items, which sites with their own data do not.
         public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
         reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
@@ -429,7 +429,7 @@ class FederatedProtocol(ABC):
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """The weights of a merge, before the sum of the updates is known.
 
-        A method that defines it, and :meth:`sum_layout`, can have ``privacy.secure_aggregation``.
+        A method that defines it, and :meth:`sum_layout`, supports ``privacy.secure_aggregation``.
 
         Args:
             state: the state before the merge.
@@ -439,7 +439,7 @@ class FederatedProtocol(ABC):
         raise NotImplementedError
 
     def sum_layout(self) -> SumLayout:
-        """What of its replies a secure sum adds."""
+        """The parts of its replies that a secure sum adds."""
         raise NotImplementedError
 
     def no_sum(self) -> str:

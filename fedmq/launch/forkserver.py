@@ -178,7 +178,7 @@ def start(program: Callable[[Any], object], argument: object, *, log: Path) -> B
 
 
 def _alone(program: Callable[[Any], object], argument: object, log: Path) -> None:
-    """Call a program in this forked process, which stops when the process that wants it is gone."""
+    """Call a program in this forked process, which stops when the process that asked for it is gone."""
     os.setsid()
     end_with_forkserver(signal.SIGTERM)
     parent = multiprocessing.parent_process()

@@ -40,8 +40,8 @@ from protocols.parts.training import steps_per_task
 #: Maximum number of merges of a rehearsal; the time after which it ends if it has merged something, and the time after
 #: which it ends at the next task in any case [s].
 _MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
-#: Number of queries, and of gallery items, to which a rehearsal reduces a larger split; and to which a comparison does,
-#: whose time they do not estimate.
+#: Number of queries, and of gallery items, to which a rehearsal reduces a larger split; fewer for a comparison of
+#: options, which estimates no times.
 _EVALUATED, _COMPARED = 1000, 100
 #: Time after which no further option is compared [s].
 _COMPARING_SECONDS = 60.0

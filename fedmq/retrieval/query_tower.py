@@ -72,7 +72,8 @@ def query_vector(folders: QueryFolders, item: str | Pixels, *, binary: bool) -> 
 def seal(folder: Path) -> None:
     """Write the digest of a folder's ONNX file beside it."""
     with (folder / FILE).open("rb") as file:
-        os.fsync(file.fileno())  # what is remembered of a file must not outlast its content if the machine fails
+        # `file_digest` remembers a file's digest, which must not outlive its content if the machine fails.
+        os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     (folder / _DIGEST).write_text(digest, encoding="ascii")
 

@@ -74,7 +74,7 @@ class KeyRoster(Stored):
     def words(self) -> str:
         """Twelve words of the names and keys, the same for everyone who has this roster.
 
-        Whoever invents keys can look for two rosters with the same words, so 88 bits as of a single key are too few.
+        Whoever makes up keys can search for two rosters with the same words, so the 88 bits of eight words are too few.
         """
         return words_of(hashlib.sha256(self.statement).hexdigest(), 12)
 
@@ -173,11 +173,13 @@ def make_roster(file: Path, directory: Path, signer: str, requests: Sequence[Pat
         InputError: a request is invalid, or two are of the same name.
     """
     identity = load_identity(directory, signer)
-    found = {request.name: request for request in map(read_request, {directory / f"{signer}.request", *requests})}
-    if len(found) != len({directory / f"{signer}.request", *requests}):
+    own = directory / f"{signer}.request"
+    paths = {own, *requests}
+    found = {request.name: request for request in map(read_request, paths)}
+    if len(found) != len(paths):
         raise InputError(str(file), "two requests of one name", "one request of each process")
     if found[signer].key != _hex(identity):
-        raise InputError(str(directory / f"{signer}.request"), "a request of another key", "that of the present key")
+        raise InputError(str(own), "a request of another key", "that of the present key")
     ordered = [found[name] for name in sorted(found)]
     unsigned = KeyRoster(key_roster=1, requests=ordered, signer=signer, signature="0" * 128)
     roster = unsigned.model_copy(update={"signature": identity.key.sign(unsigned.statement).hex()})
@@ -186,14 +188,15 @@ def make_roster(file: Path, directory: Path, signer: str, requests: Sequence[Pat
 
 
 def read_roster(path: Path, directory: Path) -> KeyRoster:
-    """Read a roster, and verify its signatures and that it has this folder's own keys.
+    """Read a roster, and verify its signatures and that it lists this folder's own keys.
 
     Args:
         path: the file.
         directory: folder of keys of the site that reads it.
 
     Raises:
-        InputError: it is no roster, a signature is wrong, or it has another key or none of a process of the folder.
+        InputError: it is not a roster, a signature is wrong, or it lists another key, or none, for a process of the
+            folder.
     """
     roster = read_json(path, KeyRoster, _ROSTER)
     for request in roster.requests:
@@ -211,7 +214,7 @@ def read_roster(path: Path, directory: Path) -> KeyRoster:
     for name in own:
         found = keys.get(name)
         if found is None or found.public_bytes_raw() != _own_key(directory, name):
-            raise InputError(str(path), f"another key of {name} than in {directory}, or none", "a roster with it")
+            raise InputError(str(path), f"another key of {name} than in {directory}, or none", "a roster with that key")
     return roster
 
 

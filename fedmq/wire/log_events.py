@@ -85,7 +85,7 @@ class LogEvent(_Event):
     )
     ROWS_LEFT_ALONE = (
         "rows_left_alone",
-        "a secure sum leaves `rows` as they are, which have too few silos or lost one",
+        "a secure sum leaves `rows` as they are: they have too few silos, or one dropped out",
         "warning",
     )
     SUM_KEYS = "sum_keys", "the process signed its `keys` of a secure sum of `version`, for a `roster` of silos", "info"

@@ -93,7 +93,7 @@ class MessageLog:
         self.first = GENESIS  # hash of the first record, by which runs of one scenario differ
         self._signer: tuple[Identity, str] | None = None
         self._signed = 0  # number of records when the log was signed last
-        self._due: Callable[[], int] | None = None  # writes the next record, of a message that is still hashed
+        self._due: Callable[[], int] | None = None  # writes the next record, whose payloads are still being hashed
         self._write_lock = threading.RLock()
         make_folder(path.parent)
         if os.path.lexists(path):  # opening a FIFO would block, and reading a device would not end
@@ -137,7 +137,7 @@ class MessageLog:
 
     @property
     def records(self) -> int:
-        """Number of records, with one that is due."""
+        """Number of records, including one that is due."""
         with self._write_lock:
             return self._count + (self._due is not None)
 
@@ -222,8 +222,8 @@ class MessageLog:
             message: the message, of which the header and each payload's kind, size and digest are recorded.
             tag: hexadecimal authentication tag of the sealed frame.
             size: bytes of all its frames.
-            waits: until its payloads are hashed. Otherwise the record may be due when this returns: it is written
-                before the next one, by :meth:`settle` at the latest.
+            waits: whether to wait until its payloads are hashed. Otherwise the record may be written later: before the
+                next one, or by :meth:`settle`.
         """
         with self._write_lock:
             self.settle()

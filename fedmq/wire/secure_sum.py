@@ -362,7 +362,7 @@ def decoded(total: U32, largest: float) -> F64:
     """
     result: F64 = total.view(np.int32).astype(np.float64) * (largest / _STEPS)
     if result.size and max(-result.min(), result.max()) > largest * (1 + 1e-6):
-        raise refused("the sum is out of range: a silo was sent or sent something else than the others")
+        raise refused("the sum is out of range: a silo sent, or was sent, something else than the others")
     return result
 
 
@@ -441,7 +441,7 @@ def check_policy(
 ) -> None:
     """Check that a sum, or what is left of it after silos dropped out, shows no single silo's update.
 
-    The sum of a row is of all of its silos, or not known.
+    Rows need no check after dropouts: the sum of a row has all of its silos, or is not known.
 
     Raises:
         RemoteWireError: it has too few silos, or weights that single one out.

@@ -294,7 +294,7 @@ def merge_updates(
 
 
 def stepped(theta: Tensor, step: Tensor) -> Tensor:
-    """Parameters [P] after a step float64 [P], which is overwritten, in their precision."""
+    """Parameters [P] after a step float64 [P], in their own precision; the step is overwritten."""
     return step.add_(theta).to(theta.dtype)
 
 
@@ -353,7 +353,7 @@ def row_weights(
 
 
 def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]) -> tuple[Tensor, Tensor]:
-    """The means float64 [C, r] of a payload's rows that a secure sum gave, zero where it gave none; which it gave."""
+    """The means float64 [C, r] of a payload's rows in a secure sum, and which are known, bool [C]; others are zero."""
     names = layout.row_names(kind)
     known = torch.tensor([name in means for name in names])
     empty = torch.zeros(layout.rows[kind].width, dtype=torch.float64)

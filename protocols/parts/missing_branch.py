@@ -31,7 +31,7 @@ def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def updating(silo: SiloFacts, traits: Traits) -> SiloFacts:
-    """The silo with the modalities whose branches it trains, and its updates cover; for the other functions here."""
+    """The silo as the other functions here take it: with the modalities whose branches its updates cover."""
     return replace(silo, image=True, text=True) if traits.completes_items else silo
 
 

@@ -328,7 +328,7 @@ def train_epochs(
         local: the silo.
         context: optimiser, batch size, epochs, seed.
         task: its learning rate; its number seeds the order of samples and the choice of captions.
-        base: float32 [P] parameters that the update counts from: those that the model holds, or others (Ditto).
+        base: float32 [P] parameters from which the update is measured: those that the model holds, or others (Ditto).
         work: the base loss; None if this silo has nothing to minimise yet: weight decay does not move the model either.
         extra: the method's extra loss terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.

@@ -19,7 +19,7 @@ from fedmq.wire.transports.tickets import ConnectionKeys
 
 #: Frames of a message: unencrypted header and body.
 FRAMES = 2
-#: The same of a message to a peer whose body has a part that is sealed once for many peers.
+#: Frames of a message to a peer whose body has a part that is sealed once for many peers.
 MOST_FRAMES = 3
 #: Messages queued per peer and direction before ``send`` waits or returns False.
 QUEUE = 64

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedmq.audit import sums
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import check_policy, read_policy
 from fedmq.audit.sums import SumChecks
@@ -159,3 +160,8 @@ def test_each_method_s_run_keeps_the_policy_for_sums(tiny: Path, tmp_path: Path,
     assert not check_policy(audit, read_policy(file), file).findings
     kinds = {kind for _, record in audit.messages if record.header.kind is Kind.REPLY for kind, _ in record.payloads}
     assert "masked_update" in kinds and not kinds & IN_CLEAR
+
+
+def test_silos_without_part_are_not_in_the_roster() -> None:
+    assert sums._silos({"silos": {"count": 3, "without": ["silo-01"]}}) == ["silo-00", "silo-02"]
+    assert not list(sums._silos({"silos": 7}))

@@ -68,6 +68,9 @@ def test_the_attacks_recognise_memorised_items_in_updates_and_not_behind_noise(t
     console = Console(record=True, width=120)
     show(noisy, console)
     assert "shows the number of training items: right for 100% of 2" in console.export_text()
+    show(PayloadProbe(1, (), ()), console)
+    text = console.export_text()
+    assert "no captured payload of a silo has a membership test" in text and "AUC ┃" not in text
 
 
 def test_with_a_secure_sum_there_is_no_update_to_attack(tiny: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_refused_setting_gives_one_line_with_its_key_and_value(tiny: Path) -> 
 
 def test_keys_that_do_not_fit_together_and_misspelt_ones_are_refused_with_what_is_meant(tiny: Path) -> None:
     for setting, words in (
-        ("privacy.noise_multiplier=1", "clip_norm"),
+        ("privacy.noise_multiplier=1", "found .keys that do not fit together., allowed: .*clip_norm"),
         ("privacy.noise_from=key", "privacy.noise_multiplier above 0"),
         ("missing_modality.silos={silo-99: image}", "silo-99"),
         ("participation.kind=availability", "participation"),

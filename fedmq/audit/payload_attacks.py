@@ -45,7 +45,7 @@ from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.captured_payloads import Captured, Fields, read_captured
-from fedmq.text import Progress
+from fedmq.text import Progress, counted
 from fedmq.wire.payloads import ClassPrototypes, Delta, Geometry, Memory, ModalityPrototypes, PartialDelta
 from protocols.parts.aggregation import inserted
 
@@ -293,10 +293,13 @@ def show(measured: PayloadProbe, console: Console) -> None:
     for attack in measured.attacks:
         result = attack.result
         table.add_row(f"{attack.payload}, {attack.name}", str(result.auc), f"{result.tpr:.3f}", str(result.added))
-    console.print(table)
+    # Secure sums, e.g., leave no payload of a silo to test.
+    console.print(table if measured.attacks else "no captured payload of a silo has a membership test")
     for one in measured.inferences:
         chance = "" if one.chance is None else f"; by guessing {one.chance:.0%}"
         line = f"{one.payload} shows {one.what}: right for {one.found:.0%} of {one.count:,}{chance}"
         console.print(line, highlight=False, soft_wrap=True)
     last = "By the payload: the AUC minus that of the same attack without it. Each silo's last captured payloads count"
-    console.print(f"{last}, of {measured.captured:,} merges. Stronger attacks may reveal more.", soft_wrap=True)
+    console.print(
+        f"{last}, of {counted(measured.captured, 'merge')}. Stronger attacks may reveal more.", soft_wrap=True
+    )

@@ -119,9 +119,7 @@ class Privacy(Part):
             ValueError: the keys.
         """
         if self.budget is not None and aggregation.mode == "buffered":
-            raise ValueError(
-                "privacy.budget with aggregation.mode buffered, allowed: sync or async: a buffer would wait"
-            )
+            raise ValueError("privacy.budget needs aggregation.mode sync or async, not buffered: a buffer would wait")
 
     def check_sums(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
@@ -145,4 +143,4 @@ class Privacy(Part):
         ):
             if found not in allowed:
                 values = " or ".join(map(str, allowed))
-                raise ValueError(f"privacy.secure_aggregation with {place} {found}, allowed: {values}: {why}")
+                raise ValueError(f"privacy.secure_aggregation needs {place} {values}, not {found}: {why}")

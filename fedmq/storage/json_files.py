@@ -116,7 +116,7 @@ class Problem:
     """The first thing that pydantic finds wrong, in its own words."""
 
     location: tuple[str | int, ...]  # keys and indices that lead to the value
-    value: object  # the value as given; "nothing" if it is missing, "a mapping" for the whole of several keys
+    value: object  # the value as given; "nothing" if it is missing, words for several keys
     allowed: str  # what pydantic expects there
 
     @classmethod
@@ -126,7 +126,8 @@ class Problem:
         if kind == "missing":
             value = "nothing"
         elif isinstance(value, dict | BaseModel):
-            value = "a mapping"
+            # A check of several keys together names them, and their values, in its message.
+            value = "keys that do not fit together" if kind == "value_error" else "a mapping"
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         return cls(error["loc"], value, _ALLOWED.get(kind, message[:1].lower() + message[1:]))
 

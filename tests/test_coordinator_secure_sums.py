@@ -84,11 +84,15 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_sa
 @pytest.mark.parametrize(
     ("setting", "place", "allowed"),
     [
-        ("aggregation.mode=async", "aggregation.mode async", "sync: only a whole round has a sum"),
-        ("aggregation.robust.rule=krum", "aggregation.robust.rule krum", "none: a rule compares single updates"),
-        ("compression.updates.kind=int8", "compression.updates.kind int8", "none"),
-        ("launcher=inline", "launcher inline", "local or none"),
-        ("privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}", "noise_multiplier 1.0", "0.0"),
+        ("aggregation.mode=async", "aggregation.mode sync, not async", "only a whole round has a sum"),
+        ("aggregation.robust.rule=krum", "aggregation.robust.rule none, not krum", "a rule compares single updates"),
+        ("compression.updates.kind=int8", "compression.updates.kind none, not int8", "cannot be compressed"),
+        ("launcher=inline", "launcher local or none, not inline", "their own keys"),
+        (
+            "privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}",
+            "noise_multiplier 0.0, not 1.0",
+            "epsilon",
+        ),
         ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
         ("protocol=fedproto", "with fedproto: its merge is more than a weighted sum", "fedavg, "),
     ],

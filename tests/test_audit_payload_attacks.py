@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import leakage
 from fedmq.audit.payload_attacks import PayloadProbe, probe_payloads, show
 from fedmq.errors import InputError
 from fedmq.retrieval.released_model import open_release
@@ -19,6 +20,7 @@ from silos.tasks import Silo
 from tests import in_process_run
 from tests.test_audit_membership_inference import finished, noise_scenario
 from tests.threaded_run import resolved, run
+from tools.make_results import Kept
 
 
 def probed(tmp_path: Path, *, rounds: int = 4, privacy: Mapping[str, object], **more: object) -> PayloadProbe:
@@ -94,3 +96,18 @@ def test_a_run_without_captured_payloads_and_a_damaged_file_are_refused_by_name(
     path.unlink()
     with pytest.raises(InputError, match=r"captured: found .*no captured payloads"):
         probe_payloads(release)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_leakage_attacks_what_silos_sent_and_its_table_can_be_kept(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leakage, "METHODS", {"fedavg": "protocol={name: fedavg}"})
+    monkeypatch.setattr(leakage, "MITIGATIONS", {"clipped updates": "clip_norm: 0.5"})
+    kept = tmp_path / "kept.json"
+    monkeypatch.setattr("sys.argv", ["leakage", "--seeds", "1", "--scenario", str(tiny), "--json", str(kept)])
+    leakage.main()
+    (row,) = Kept.model_validate_json(kept.read_text()).table.body
+    assert [cell.text for cell in row[:2]] == ["fedavg", "clipped updates"]
+    assert all(0.0 <= float(cell.text) <= 1.0 for cell in row[2:7])
+    assert row[7].text == "an update or its report 100%"

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.runs import output_of, simulated
+from fedmq.audit.payload_attacks import PayloadProbe
 from fedmq.experiments.tables import Cell, Grid
 
 _STATISTICS = "modality_prototypes: {clip_norm: 1.5, noise_multiplier: 1}, loss: {clip_norm: 5, noise_multiplier: 1}"
@@ -43,20 +43,13 @@ ATTACKS = {
 }
 
 
-def probed(scenario: str, settings: list[str], seed: int) -> tuple[float, dict[str, Any]]:
+def probed(scenario: str, settings: list[str], seed: int) -> tuple[float, PayloadProbe]:
     """R@1 of a run (mean of both directions), and what the probe of its payloads found."""
-    fedmq = Path(sys.executable).with_name("fedmq")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        given = [part for setting in [*settings, f"seed={seed}"] for part in ("--set", setting)]
-        subprocess.run(
-            [fedmq, "scenario", scenario, "--out", run, "--quiet", *given], check=True, stdout=subprocess.DEVNULL
-        )
-        summary = json.loads((run / "summary.json").read_text())
-        found = subprocess.run(
-            [fedmq, "audit", run, "--probe", "--json"], check=True, capture_output=True, text=True
-        ).stdout
-    return float(summary["metrics"]["mean_r1"]), json.loads(found)["payloads_probe"]
+        summary = simulated(Path(scenario), run, *settings, f"seed={seed}")
+        found = output_of("audit", str(run), "--probe")["payloads_probe"]
+    return float(summary["metrics"]["mean_r1"]), TypeAdapter(PayloadProbe).validate_python(found)
 
 
 def row(scenario: str, settings: list[str], seeds: int) -> list[str]:
@@ -65,16 +58,14 @@ def row(scenario: str, settings: list[str], seeds: int) -> list[str]:
     cells = [_over([recall for recall, _ in runs], ".4f")]
     for name, (_, kinds) in ATTACKS.items():
         values = [
-            attack["result"]["auc"]["value"]
+            attack.result.auc.value
             for _, found in runs
-            for attack in found["attacks"]
-            if attack["name"] == name and attack["payload"] in kinds
+            for attack in found.attacks
+            if attack.name == name and attack.payload in kinds
         ]
         cells.append(_over(values, ".3f") if values else "not sent")
     sizes = [
-        f"{one['payload']} {one['found']:.0%}"
-        for one in runs[0][1]["inferences"]
-        if one["what"] == "the number of training items"
+        f"{one.payload} {one.found:.0%}" for one in runs[0][1].inferences if one.what == "the number of training items"
     ]
     return [*cells, ", ".join(sizes) or "nothing"]
 

@@ -21,7 +21,7 @@ The paper's silos upload c_i⁺ - c_i as well. By option II it is -c - (y_i - x)
 from the update and K: a task has twice FedAvg's parameters (the cost model counts the model alone), and a reply has as
 many as FedAvg's. It follows that the update has to arrive as it was trained, so clipping, noise and compression of
 updates are refused. Robust rules also apply to c. A reply that is discarded, e.g. as stale, does not count in c; the
-silo is told so with its next task, and returns to the c_i before it.
+silo's next task says so, and the silo returns to the c_i before it.
 """
 
 from __future__ import annotations

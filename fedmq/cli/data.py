@@ -292,7 +292,7 @@ def data_fingerprint(
     write_json(path.with_suffix(".names"), names)
     for split, each in made.splits.items():
         print_line(f"{split}: {counted(len(each.images), 'image')}, {counted(len(each.captions), 'caption')}")
-    print_line(f"{path}: may be sent to whoever compares; {path.with_suffix('.names')} stays here")
+    print_line(f"{path}: send this file to the one who compares; {path.with_suffix('.names')} stays here")
 
 
 @data_app.command("overlap")

@@ -2,7 +2,7 @@
 
 Each site writes keyed digests of its contents (HMAC-SHA-256, RFC 2104) with a key that the sites share, and anyone can
 compare the files. Without the key, they show only how many different contents a site has in each split, and how many
-of them two sites have. Whoever has the key can also test whether a site has a content that they know or guess.
+of them two sites have. With the key, one can also test whether a site has a given content.
 """
 
 from __future__ import annotations

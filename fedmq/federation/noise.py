@@ -92,7 +92,7 @@ def protected(
         path: silo, base version and sequence.
         idle: the method left the silo without training, whatever its data are: its update of zeros gets no noise.
     """
-    if isinstance(payload, ClassPrototypes | Memory):
+    if isinstance(payload, ClassPrototypes | Memory) and privacy.least_support > 1:
         payload = _without_rare_rows(payload, privacy.least_support)
     noise = noise_of(payload.KIND, privacy)
     update = isinstance(payload, UPDATES)
@@ -109,7 +109,7 @@ def protected(
     sent = transform(flat, noise, source, path)
     if sent is flat:
         return payload
-    changed: dict[str, Any] = {}
+    changed = dict[str, float | npt.NDArray[np.floating]]()
     ends = np.cumsum([value.size for value in fields.values()])
     for (name, value), part in zip(fields.items(), np.split(sent, ends[:-1]), strict=True):
         spec = payload.FIELDS[name]
@@ -123,13 +123,16 @@ def protected(
 
 def _without_rare_rows(payload: ClassPrototypes | Memory, least: int) -> Payload:
     """A payload whose rows of fewer than ``least`` samples are zero, and marked as absent."""
+    both = (
+        (payload.prototypes, payload.counts)
+        if isinstance(payload, ClassPrototypes)
+        else (payload.centroids, payload.support)
+    )
+    rare = both[1] < least
+    rows, counts = np.where(rare[:, None], np.float32(0), both[0]), np.where(rare, 0, both[1])
     if isinstance(payload, ClassPrototypes):
-        rare = payload.counts < least
-        rows, counts = np.where(rare[:, None], np.float32(0), payload.prototypes), np.where(rare, 0, payload.counts)
-        return payload if least == 1 else replace(payload, prototypes=rows, counts=counts)
-    rare = payload.support < least
-    rows, counts = np.where(rare[:, None], np.float32(0), payload.centroids), np.where(rare, 0, payload.support)
-    return payload if least == 1 else replace(payload, centroids=rows, support=counts)
+        return replace(payload, prototypes=rows, counts=counts)
+    return replace(payload, centroids=rows, support=counts)
 
 
 # ---------------------------------------------------------------------------------------------------------- epsilon

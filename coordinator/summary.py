@@ -230,19 +230,25 @@ def _optional_keys(
 
 
 def _below_start(loop: Loop) -> BelowStart | None:
-    """The metric by which the shared model ended worse than the untrained one; None if it did not.
+    """The metric by which a run ended worse than the untrained model; None if it did not, or was not evaluated.
 
-    None, too, if the run shares no model or did not evaluate it.
+    If the shared model is not fully trained, personal models count, by their means over silos on each silo's own items.
     """
     scenario, evaluations = loop.run_context.scenario, shared_evaluations(read_metrics(loop.run_context.folder))
-    if loop.run_context.traits.personal_only or not evaluations:
+    if not evaluations:
         return None
     first, last = (choose(evaluations, key=lambda line: line.version) for choose in (min, max))
-    metric = "map" if network_of(scenario.objective) is not None and "map" in first.metrics else HEADLINE
-    if first.version or metric not in first.metrics or metric not in last.metrics:
+    before, after = first.metrics, last.metrics
+    if loop.run_context.traits.personal_only:
+        found = loop.evaluation.personal.items()
+        own = {name: values.per_silo[name] for name, values in found if name in values.per_silo}
+        if not own:
+            return None
+        before, after = means({name: first.per_silo.get(name, {}) for name in own}), means(own)
+    metric = "map" if network_of(scenario.objective) is not None and "map" in before else HEADLINE
+    if first.version or metric not in before or metric not in after or after[metric] >= before[metric]:
         return None
-    before, after = first.metrics[metric], last.metrics[metric]
-    return BelowStart(metric=metric, before=before, after=after) if after < before else None
+    return BelowStart(metric=metric, before=before[metric], after=after[metric])
 
 
 def _measured(

@@ -215,7 +215,7 @@ class BestVersion(Stored):
 
 
 class BelowStart(Stored):
-    """The metric in which a run made the shared model worse: mAP with hash networks, otherwise mean R@1."""
+    """The metric in which training made retrieval worse: mAP with hash networks, otherwise mean R@1."""
 
     metric: str
     before: Finite  # its value for the untrained model
@@ -242,7 +242,7 @@ class RunSummary(Stored):
     # for a method that shares no model.
     change: Amount | None = None
     metrics: Figures  # last evaluation of the shared model, on the whole split; empty without an evaluator
-    below_start: BelowStart | None = None  # set if the shared model retrieves worse than before training
+    below_start: BelowStart | None = None  # set if the model, or the personal ones, retrieve worse than before training
     # Last evaluation of the shared model by the silos; None if they do not evaluate it.
     own_heldout: OwnHeldOut | None = None
     per_silo: dict[str, SiloSummary]  # facts and metrics of each silo

@@ -41,7 +41,7 @@ class LogEvent(_Event):
     )
     BELOW_START = (
         "below_start",
-        "the last version retrieves worse than the untrained model: `metric`, `before` and `after`",
+        "the last version, or personal models, retrieve worse than the untrained one: `metric`, `before`, `after`",
         "warning",
     )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"

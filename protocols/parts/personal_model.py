@@ -36,7 +36,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.models.hash_networks import Tower
-from fedmq.models.two_tower import Out
+from fedmq.models.two_tower import BRANCHES, SHARED, Out
 from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, training
@@ -285,6 +285,15 @@ class PartialFedAvg(FederatedProtocol):
     def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:
         """Ranges of the flat buffer that a silo trains, by branch; the rest stays frozen at its initial values."""
         return training.branches_of(local)
+
+    def ranges_of(self, local: Local, names: Sequence[str]) -> Mapping[str, Sequence[slice]]:
+        """Ranges of some layers, by branch; only of branches that the silo trains and that have such layers."""
+        found, layout = dict[str, Sequence[slice]](), self.context.layout
+        for branch in training.branches_of(local):
+            prefix = next((each for modality, each in BRANCHES.items() if modality == branch), SHARED)
+            if parts := layout.ranges(name for name in names if name.startswith(prefix)):
+                found[branch] = parts
+        return found
 
     def update(self, delta: Tensor, samples: int) -> PartialDelta:
         """Upload payload of the shared layers of a model's change [P]."""

@@ -62,7 +62,7 @@ from protocols import fedavg
 from protocols.parts import aggregation, centroids, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
-from protocols.parts.losses import cosine, unit
+from protocols.parts.losses import cosine, cosines, unit
 
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
@@ -109,7 +109,7 @@ def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor
 
 def prototype_contrast(z: Tensor, members: Tensor, prototypes: Tensor, tau: float) -> Tensor:
     """CMPC of one modality: cross-entropy of members [B, C] and softmax_c(cos(z, P_c) / tau); z [B, d], P [C, d]."""
-    scores = unit(z) @ unit(prototypes).T / tau
+    scores = cosines(z, prototypes) / tau
     return -(members * scores.log_softmax(1)).sum(1).mean()
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -152,21 +152,26 @@ def straight_through(x: Tensor) -> Tensor:
     return signs(x.detach()) + (x - x.detach())
 
 
-class SignHead(nn.Module):
-    """GreedyHash's linear classifier of binary codes, without bias; shared by both modalities to align their codes.
+class SharedHead(nn.Module):
+    """One vector of r numbers per label, shared by both modalities to align their codes.
 
     Args:
         bits: code length.
         classes: number of labels.
+        kind: label predictions are products with the ``signs`` of the code (GreedyHash's linear classifier of binary
+            codes, without bias), or ``cosines`` of code and vector (DSPH's proxies).
     """
 
-    def __init__(self, bits: int, classes: int) -> None:
+    def __init__(self, bits: int, classes: int, kind: Literal["signs", "cosines"]) -> None:
         super().__init__()
         self.head = nn.Linear(bits, classes, bias=False, device="meta")
+        self.kind = kind
 
     def forward(self, out: Out, tower: Tower) -> Out:
-        """Add label predictions [B, C] of the binary codes to a tower's Out."""
-        return replace(out, logits=self.head(straight_through(out.code)))
+        """Add label predictions [B, C] to a tower's Out."""
+        if self.kind == "signs":
+            return replace(out, logits=self.head(straight_through(out.code)))
+        return replace(out, logits=F.linear(F.normalize(out.code), F.normalize(self.head.weight)))
 
 
 class FirstLayer(nn.Module):
@@ -312,7 +317,7 @@ def build(
             widths, (plan.image, plan.text), plans, (encoder, None), strict=True
         )
     ]
-    shared = SignHead(bits, classes) if plan.sign_head else None
+    shared = SharedHead(bits, classes, plan.shared_head) if plan.shared_head else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
     model.initial = partial(initial_parameters, model.layout, plan, seed, trained)
     return model

@@ -435,6 +435,8 @@ def test_an_unusable_model_is_refused_by_name(tmp_path: Path, chosen: Backbone, 
 def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str = "RN50") -> None:
     with pytest.raises(InputError, match=rf"adapter_site.*{name}.*feature"):
         clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
+    with pytest.raises(InputError, match=r"backbone\.adapter.*lora with EVA02-B-16.*bottleneck"):
+        clip_two_tower.adapted(Backbone(name="EVA02-B-16", adapter_site="blocks", head="mlp", adapter="lora"))
 
 
 @pytest.mark.parametrize("name", ["vit_medium_patch16_gap_256", "EVA02-B-16"])

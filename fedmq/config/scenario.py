@@ -115,8 +115,7 @@ class Backbone(Part):
     bottleneck: Count = Field(64, description="width of the adapters; lora: rank")
     adapter: Literal["bottleneck", "mma", "lora"] = Field(
         "bottleneck",
-        description="separate per tower; mma: with a middle layer that both towers share; lora: low-rank changes of "
-        "the weights of queries and values in the encoder's blocks, or of the features",
+        description="after each block or the features; mma: with a middle layer of both towers; lora: low rank",
     )
     adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
@@ -124,9 +123,7 @@ class Backbone(Part):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
-    adapter_std: NonNegative = Field(
-        0.01, description="initial standard deviation of adapter weights; mma: of `up`; without effect on lora"
-    )
+    adapter_std: NonNegative = Field(0.01, description="initial standard deviation of bottlenecks; mma: of `up`")
     head_std: NonNegative = Field(0.02, description="initial standard deviation of head weights")
 
     @model_validator(mode="after")

@@ -41,7 +41,7 @@ class LogEvent(_Event):
     )
     BELOW_START = (
         "below_start",
-        "the last version, or personal models, retrieve worse than the untrained one: `metric`, `before`, `after`",
+        "the model, or personal ones, ended worse than untrained: `metric`, `before`, `after`",
         "warning",
     )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"

@@ -212,7 +212,9 @@ def what_bends_first(growth: Mapping[str, Series]) -> str:
     if not costs:
         return "Nothing bends: no axis has two sizes."
     bent = [each for each in costs if each[0] > BEND]
-    times, _, axis, name, unit, cost, low, high = min(bent, key=lambda each: each[1]) if bent else max(costs)
+    times, _, axis, name, unit, cost, low, high = (
+        min(bent, key=lambda each: each[1]) if bent else max(costs, key=lambda each: each[0])
+    )
     sizes = AXES[axis].unit
     nothing = f"Nothing bends: nowhere does a unit of size cost more than {BEND} times the least on its axis. "
     return (

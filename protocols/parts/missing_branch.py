@@ -56,7 +56,9 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     if kept == layers:
         return payload
     part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
-    change = aggregation.extract(read_only(payload.buffer), part, kept)
+    ranges, update = part.ranges(kept), read_only(payload.buffer)
+    # The branch of one modality is a single range: a view of it is sent without a copy.
+    change = update[ranges[0]] if len(ranges) == 1 else aggregation.extract(update, part, kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 
@@ -75,7 +77,9 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     if trainable(names, silo) == names:
         return payload
     part = layout if layers is None else layout.part(names)
-    change = torch.zeros(part.size)
+    change = torch.empty(part.size)
+    for lacking in part.ranges(set(names).difference(payload.names)):
+        change[lacking] = 0.0
     aggregation.insert(change, part, payload.names, read_only(payload.buffer))
     buffer = change.numpy()
     if layers is None:

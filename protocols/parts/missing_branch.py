@@ -56,9 +56,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     if kept == layers:
         return payload
     part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
-    ranges, update = part.ranges(kept), read_only(payload.buffer)
-    # The branch of one modality is a single range: a view of it is sent without a copy.
-    change = update[ranges[0]] if len(ranges) == 1 else aggregation.extract(update, part, kept)
+    change = aggregation.extract(read_only(payload.buffer), part, kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 

@@ -56,6 +56,16 @@ class Out:
         return self.code if self.before is None else self.before
 
 
+class Linear(nn.Linear):
+    """A linear layer without values, until :class:`TwoTower` makes its parameters views of the flat buffer."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias, device="meta")
+
+    def reset_parameters(self) -> None:
+        """Draw no values; on the meta device, torch would take a Python path that every forked silo pays for."""
+
+
 class Adapter(nn.Module):
     """Bottleneck adapter: x + up(gelu(down(x))) (RCSR).
 
@@ -66,8 +76,8 @@ class Adapter(nn.Module):
 
     def __init__(self, width: int, bottleneck: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, bottleneck, device="meta")
-        self.up = nn.Linear(bottleneck, width, device="meta")
+        self.down = Linear(width, bottleneck)
+        self.up = Linear(bottleneck, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., width] to the same shape."""
@@ -91,7 +101,7 @@ class SharedAdapters(nn.Module):
 
     def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
         super().__init__()
-        layers = {site(i): nn.Linear(bottleneck, bottleneck, device="meta") for i in range(sites)}
+        layers = {site(i): Linear(bottleneck, bottleneck) for i in range(sites)}
         self.adapters = nn.ModuleDict(layers)
         self.scale = scale
 
@@ -113,8 +123,8 @@ class MultiModalAdapter(nn.Module):
 
     def __init__(self, width: int, bottleneck: int, shared: Layer, scale: float) -> None:
         super().__init__()
-        self.down = nn.Linear(width, bottleneck, device="meta")
-        self.up = nn.Linear(bottleneck, width, device="meta")
+        self.down = Linear(width, bottleneck)
+        self.up = Linear(bottleneck, width)
         self._shared = (shared,)  # in a tuple, so that torch does not register its parameters here too
         self._scale = scale
 
@@ -186,9 +196,7 @@ class Branch(nn.Module):
     ) -> None:
         super().__init__()
         self.adapters = nn.ModuleDict({site(i): adapter for i, adapter in enumerate(adapters)})
-        self.head = nn.ModuleDict(
-            {"0": nn.Linear(head_in, dim, device="meta"), "1": nn.Linear(dim, dim, device="meta")}
-        )
+        self.head = nn.ModuleDict({"0": Linear(head_in, dim), "1": Linear(dim, dim)})
         self.residual = residual
         self.blocks = blocks
         self.frozen: nn.Module | None = None

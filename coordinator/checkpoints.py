@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,8 +117,10 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
                 digests[name] = known[name]
             else:
                 _write_state(temporary / name, state)
-                to_disk(temporary / name)
-                digests[name] = read_digest(temporary / name)[1]
+                with ThreadPoolExecutor(1) as thread:  # the disk needs longer than the digest
+                    digest = thread.submit(read_digest, temporary / name)
+                    to_disk(temporary / name)
+                digests[name] = digest.result()[1]
         record = CheckpointRecord(
             rounds=checkpoint.rounds,
             now=checkpoint.now,

@@ -45,7 +45,7 @@ CLIP_NORM = "clip_norm"
 
 def clip_norm(state: State, privacy: Privacy) -> float:
     """The present norm to which updates are clipped, in a run with adaptive clipping."""
-    return float(state.values.get(CLIP_NORM, privacy.clip_norm))
+    return min(max(float(state.values.get(CLIP_NORM, privacy.clip_norm)), 1e-6), 1e6)
 
 
 def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:

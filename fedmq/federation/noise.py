@@ -89,14 +89,14 @@ def at_norm(privacy: Privacy, task: Iterable[Payload]) -> Privacy:
 
 
 def next_norm(norm: float, unclipped: float, options: AdaptiveClip) -> float:
-    """The clip norm after a round (Andrew et al. 2021, algorithm 1): C exp(-eta (b - gamma)), within finite bounds.
+    """The clip norm after a round (Andrew et al. 2021, algorithm 1): C exp(-eta (b - gamma)), from 1e-6 to 1e6.
 
     Args:
         norm: C.
         unclipped: b, the fraction of the round's updates that were no longer than C, with noise.
         options: gamma and eta.
     """
-    return min(max(norm * math.exp(-options.rate * (unclipped - options.quantile)), 1e-20), 1e20)
+    return min(max(norm * math.exp(-options.rate * (unclipped - options.quantile)), 1e-6), 1e6)
 
 
 def noise_of(kind: str, privacy: Privacy) -> Noise | None:
@@ -204,6 +204,11 @@ def epsilon_of(spent: float, delta: float, *, sums: bool = False) -> float:
     return float(dp_accounting.get_epsilon_gaussian(spent**-0.5, delta))
 
 
+def spent_by_task(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]]) -> float:
+    """What the reply to a task spends, :func:`spent`; all kinds that any silo uploads count for every silo."""
+    return spent({kind.KIND for one in uploads for kind in one} | {CLIP_BIT}, privacy)
+
+
 def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]], most: int) -> int | None:
     """Number of tasks, up to ``most``, that a silo may answer within ``privacy.budget``; None without a budget.
 
@@ -214,7 +219,7 @@ def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]
     """
     if privacy.budget is None:
         return None
-    each, budget = spent({kind.KIND for one in uploads for kind in one} | {CLIP_BIT}, privacy), privacy.budget
+    each, budget = spent_by_task(privacy, uploads), privacy.budget
     sums = privacy.secure_aggregation is not None
     return bisect_right(
         range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta, sums=sums)

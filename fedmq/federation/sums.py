@@ -21,6 +21,8 @@ from fedmq.wire.secure_sum import STEPS
 
 #: Standard deviations of the noise that a sum has room for; of 10^7 numbers, one in 10^15 sums has more.
 _ROOM = 10.0
+#: Smallest standard deviation of a share of the noise, in steps: rounded, it is as good as discrete Gaussian noise.
+_LEAST_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def scales(layout: SumLayout, privacy: Privacy, weights: F64, least: int) -> Sca
     changes it by more than C max_k(w_k). Each silo adds an independent share, rounded to the steps of the sum, whose
     variance is 1/m of that, where at least m silos of the section are left in any sum that is opened. For Gaussian
     shares that is the distributed discrete Gaussian mechanism (Kairouz, Liu and Steinke, ICML 2021, Theorem 1): as
-    much concentrated privacy as Gaussian noise gives, because a share has hundreds of steps, at which their tau is 0.
+    much concentrated privacy as Gaussian noise gives, because at that many steps their tau is 0 in double precision.
 
     Args:
         layout: what the sum adds.
@@ -144,7 +146,7 @@ def scales(layout: SumLayout, privacy: Privacy, weights: F64, least: int) -> Sca
             left = min(held, max(held - (len(row) - least), math.ceil(options.min_contributors - 1e-9), 1))
         share = noise.noise_multiplier * noise.clip_norm * largest / math.sqrt(left)
         bounds.append(noise.clip_norm + _ROOM * share * math.sqrt(held))
-        shares.append(share)
+        shares.append(max(share, _LEAST_STEPS * bounds[-1] / STEPS))
         square = sizes[place] * (bounds[-1] / STEPS / (2 * noise.clip_norm * largest)) ** 2
         rounding[kinds[place]] = rounding.get(kinds[place], 0.0) + square
     factors = (1.0 - math.sqrt(rounding[kind]) - 1e-6 if kind in rounding else 1.0 for kind in kinds)

@@ -195,7 +195,7 @@ class RouterStatistics(Payload):
 class ClipNorm(Payload):
     """The present norm to which updates are clipped, if clipping is adaptive."""
 
-    value: Annotated[float, Real(1e-30, 1e30)]
+    value: Annotated[float, Real(1e-6, 1e6)]
 
 
 @payload("geometry")

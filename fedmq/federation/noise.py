@@ -96,7 +96,8 @@ def next_norm(norm: float, unclipped: float, options: AdaptiveClip) -> float:
         unclipped: b, the fraction of the round's updates that were no longer than C, with noise.
         options: gamma and eta.
     """
-    return min(max(norm * math.exp(-options.rate * (unclipped - options.quantile)), 1e-6), 1e6)
+    change = min(max(-options.rate * (unclipped - options.quantile), -100.0), 100.0)
+    return min(max(norm * math.exp(change), 1e-6), 1e6)
 
 
 def noise_of(kind: str, privacy: Privacy) -> Noise | None:

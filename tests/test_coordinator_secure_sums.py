@@ -94,7 +94,7 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_sa
             "steps of the fixed point",
         ),
         ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
-        ("protocol=fedproto", "with fedproto: its merge is more than a weighted sum", "fedavg, "),
+        ("protocol=fedproto", ".yaml: privacy.secure_aggregation: found 'with fedproto: its merge", "fedavg, "),
     ],
 )
 def test_what_has_no_secure_sum_is_refused_by_name(

@@ -13,10 +13,12 @@ import torch
 from dp_accounting import GaussianDpEvent
 from dp_accounting.rdp import RdpAccountant
 
+import protocols
 from coordinator.round_events import Stage
 from fedmq.audit.dp_accounting import account
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.privacy import AdaptiveClip, Privacy
+from fedmq.config.resolve import read, resolve
 from fedmq.errors import InputError
 from fedmq.federation.noise import epsilon_of, next_norm
 from fedmq.federation.sums import Scales, scales
@@ -216,3 +218,9 @@ def test_what_a_coordinator_of_sums_can_keep_is_the_statistics_with_their_noise(
         assert not audit_run(folder).findings
     plain, noisy_ones = losses.values()
     assert torch.tensor(noisy_ones).ne(torch.tensor(plain)).all()
+
+
+def test_kept_payloads_that_nothing_can_attack_are_warned_of(tiny: Path) -> None:
+    for launcher, lines in (("inline", 1), ("local", 0)):
+        source = read(tiny, ("privacy.capture=true", f"launcher={launcher}"))
+        assert sum("privacy.capture" in line for line in resolve(source, protocols).warnings) == lines

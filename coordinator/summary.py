@@ -21,7 +21,7 @@ from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.agreement import RunData
-from fedmq.federation.noise import UPDATES
+from fedmq.federation.noise import UPDATES, epsilon_of, spent_by_task
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -37,6 +37,7 @@ from fedmq.runs.run_records import (
     MessageCounts,
     OwnHeldOut,
     OwnHeldOutLine,
+    PrivacySpent,
     Processes,
     RunSummary,
     Seconds,
@@ -219,6 +220,7 @@ def _optional_keys(
         "heldout_without_pair": without_pair,
         "best": evaluation.best and evaluation.best.best,
         "ended_by": _ended_by(loop),
+        "privacy": _privacy_spent(loop),
     }
     found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:
@@ -227,6 +229,15 @@ def _optional_keys(
         line = personal_figures(loop.rounds.version, evaluation.personal)
         found |= {name: value for name, value in line if name.startswith("personal")}
     return found
+
+
+def _privacy_spent(loop: Loop) -> PrivacySpent | None:
+    privacy, tasks = loop.run_context.scenario.privacy, max(loop.rounds.sequences.values(), default=0)
+    if not (each := spent_by_task(privacy, sent_kinds(loop.run_context))):
+        return None
+    delta = 1e-5 if privacy.budget is None else privacy.budget.delta
+    epsilon = epsilon_of(tasks * each, delta, sums=privacy.secure_aggregation is not None)
+    return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks)
 
 
 def _below_start(loop: Loop) -> BelowStart | None:

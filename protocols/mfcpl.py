@@ -47,7 +47,6 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -55,6 +54,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
@@ -293,7 +293,8 @@ class Mfcpl(FederatedProtocol):
     def sum_layout(self) -> SumLayout:
         """The update and the class prototypes of both modalities."""
         rows = class_prototypes.summed(self.context, 2 * self.classes, class_prototypes.longest_code(self.context))
-        return replace(self.fedavg.sum_layout(), rows=rows)
+        layout = self.fedavg.sum_layout()
+        return replace(layout, rows={**layout.rows, **rows})
 
     def no_sum(self) -> str:
         """Why a merge with pseudo-classes, or without conflicts, is no sum."""

@@ -55,7 +55,7 @@ def code_of(monkeypatch: pytest.MonkeyPatch, module: object, *words: str) -> int
     return 0
 
 
-@pytest.mark.parametrize("name", [name for name, benchmark in BENCHMARKS.items() if benchmark.by_default])
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "peers"])
 def test_each_benchmark_runs_at_its_smallest_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "numbers.json"
     warm_up("features")

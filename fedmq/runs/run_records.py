@@ -26,7 +26,7 @@ from fedmq.config.plug_ins import titled
 from fedmq.evaluation.metrics import Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.data_records import ItemCounts
-from fedmq.storage.json_files import Amount, DateTime, Digest, Finite, Stored
+from fedmq.storage.json_files import Amount, Count, DateTime, Digest, Finite, Stored
 
 
 @lru_cache(4096)  # the records of a run repeat the same names
@@ -214,6 +214,14 @@ class BestVersion(Stored):
     model_digest: Digest  # digest (hex) of the version's parameters
 
 
+class PrivacySpent(Stored):
+    """What the noise of a run guarantees each silo, by the number of its tasks; the audit counts what it sent."""
+
+    epsilon: Amount  # of all payloads with noise of the silo with most tasks; says nothing about other payloads
+    delta: Amount  # that of privacy.budget, otherwise 1e-5
+    tasks: Count  # of that silo
+
+
 class BelowStart(Stored):
     """The metric in which training made retrieval worse: mAP with hash networks, otherwise mean R@1."""
 
@@ -268,6 +276,7 @@ class RunSummary(Stored):
     best: BestVersion | None = None
     # Key of the scenario that ended the run before its last round: ``evaluation.patience`` or ``privacy.budget``.
     ended_by: str | None = None
+    privacy: PrivacySpent | None = None  # None without noise
     # Items on which the evaluator's metrics are computed; None without an evaluator.
     evaluated: EvaluatedItems | None = None
     # Versions that the evaluator was to evaluate, and did not answer within the limit.

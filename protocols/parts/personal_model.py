@@ -27,7 +27,6 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -35,6 +34,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.models.hash_networks import Tower
 from fedmq.models.two_tower import BRANCHES, SHARED, Out
 from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
@@ -333,7 +333,8 @@ class PartialFedAvg(FederatedProtocol):
         def merged(after: State, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
             return MergeResult(replace(after, tensors=self.fedavg.anchoring.averaged(state.tensors, arrived, weights)))
 
-        return self.summed(state, replies, self.fedavg.weights(replies), merged)
+        weighted = self.summed(state, replies, self.fedavg.weights(replies), merged)
+        return self.fedavg.anchoring.weighed(weighted, state.tensors, replies, self.sum_layout())
 
     def summed(
         self,
@@ -359,7 +360,7 @@ class PartialFedAvg(FederatedProtocol):
 
     @override
     def sum_layout(self) -> SumLayout:
-        return SumLayout(self.context.layout, self.shared, self.branches)
+        return self.fedavg.anchoring.sum_layout(SumLayout(self.context.layout, self.shared, self.branches))
 
     @override
     def no_sum(self) -> str:

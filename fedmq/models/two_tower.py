@@ -144,8 +144,8 @@ class LowRank(nn.Module):
 
     def __init__(self, width: int, rank: int, scale: float) -> None:
         super().__init__()
-        self.down = nn.Linear(width, rank, bias=False, device="meta")
-        self.up = nn.Linear(rank, width, bias=False, device="meta")
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, width, bias=False)
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:

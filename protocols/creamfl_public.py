@@ -66,9 +66,7 @@ class CreamFlPublicOptions(TauOptions):
         server_rate: the coordinator's learning rate.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "inter|intra": ("contrast_tau",),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"inter|intra": ("contrast_tau",)}
 
     inter: NonNegative = 0.5
     intra: NonNegative = 0.5

@@ -60,8 +60,7 @@ class FedNova(local_steps.ReportsSteps):
         changes = [reply.delta.clone() for reply in replies]
         for name, part in self.branches.items():
             lengths = torch.tensor(
-                [gradient_weight(local_steps.steps_of(reply)[name], momentum) for reply in replies],
-                dtype=torch.float64,
+                [gradient_weight(local_steps.steps_of(reply)[name], momentum) for reply in replies], dtype=torch.float64
             )
             effective = float(aggregation.damped(rows[name], (lengths > 0).double()) @ lengths)
             for change, length in zip(changes, lengths.tolist(), strict=True):

@@ -35,9 +35,7 @@ from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
 from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.noise import affordable_tasks, at_norm, protected
-from fedmq.federation.participant import (
-    reportable,
-)  # fmt: skip
+from fedmq.federation.participant import reportable  # fmt: skip
 from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower

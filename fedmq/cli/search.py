@@ -119,8 +119,7 @@ def search_command(
         str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
     ] = None,
     side: Annotated[
-        Side | None,
-        typer.Option("--side", help="Modality of --item that is the query; by default its image."),
+        Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
     ] = None,
     among: Annotated[
         Literal["images", "captions"] | None,
@@ -193,8 +192,7 @@ def export_command(
     run: Run,
     chosen: Chosen = None,
     onnx: Annotated[
-        Path | None,
-        typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery."),
+        Path | None, typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery.")
     ] = None,
     hub: Annotated[
         Path | None,

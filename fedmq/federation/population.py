@@ -300,15 +300,7 @@ def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: Ru
         return tuple(rows if silo.name == name else nothing for silo in agreed.silos)
 
     return Population(
-        prepared,
-        agreed.silos,
-        of(train),
-        of(evaluated),
-        evaluated,
-        database,
-        of(database),
-        agreed.cache,
-        agreed=agreed,
+        prepared, agreed.silos, of(train), of(evaluated), evaluated, database, of(database), agreed.cache, agreed=agreed
     )
 
 

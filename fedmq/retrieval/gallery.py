@@ -123,11 +123,7 @@ class Source:
 
 
 def of_data(
-    data: Data,
-    backbone: Backbone,
-    prepared: Prepared,
-    name: str,
-    captions: Callable[[Array], Array] = np.asarray,
+    data: Data, backbone: Backbone, prepared: Prepared, name: str, captions: Callable[[Array], Array] = np.asarray
 ) -> Source:
     """The source of a data set, with all its splits; ``captions`` maps rows [n, ...] to inputs of the text tower."""
     counts = np.asarray(prepared.captions)

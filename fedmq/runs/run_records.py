@@ -12,15 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    RootModel,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, RootModel, TypeAdapter, ValidationError, model_validator
 
 from fedmq.config.plug_ins import titled
 from fedmq.evaluation.metrics import Metric, is_known, metric_of

@@ -26,16 +26,7 @@ from fedmq.profiling import span
 from fedmq.wire.compression import FORMS, Compressed, decoded
 from fedmq.wire.fields import Field, FieldError, FloatMap, Names, Real, Tensor, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import (
-    MAX_PAYLOADS,
-    WIRE_VERSION,
-    Header,
-    Kind,
-    Message,
-    Reason,
-    ShortHeader,
-    TaskInfo,
-)
+from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSION, Header, Kind, Message, Reason, ShortHeader, TaskInfo
 from fedmq.wire.payloads import PAYLOADS, Payload, decoded_bytes, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview

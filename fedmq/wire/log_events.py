@@ -29,11 +29,7 @@ class LogEvent(_Event):
     RESUMED = "resumed", "the coordinator resumed the run from the checkpoint of `version` merges", "info"
     EXTENDED = "extended", "a finished run continues until it has `rounds` rounds", "info"
     ENDED = "ended", "the coordinator ended while its rounds were in `phase`", "info"
-    INLINE = (
-        "inline",
-        "the silos run inside the coordinator: no messages are exchanged or logged",
-        "info",
-    )
+    INLINE = ("inline", "the silos run inside the coordinator: no messages are exchanged or logged", "info")
     ONE_STEP_TASKS = (
         "one_step_tasks",
         "every task is one optimiser step, with batches of `batch_size` items",

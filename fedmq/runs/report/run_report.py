@@ -409,10 +409,7 @@ def side_by_side(folders: Sequence[RunFolder]) -> str:
         ("seed", *(str(run.summary.seed) for run in runs)),
         ("rounds", *(str(run.summary.versions) for run in runs)),
         ("silos", *(str(len(run.summary.per_silo)) for run in runs)),
-        (
-            "R@1 of the worst-served silo",
-            *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
-        ),
+        ("R@1 of the worst-served silo", *(_shown(run.summary.fairness.get("worst_r1")) for run in runs)),
         ("payload from the silos", *(size_text(sum(run.summary.bytes.up.values())) for run in runs)),
         ("payload to the silos", *(size_text(sum(run.summary.bytes.down.values())) for run in runs)),
         ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),

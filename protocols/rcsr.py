@@ -56,8 +56,7 @@ from protocols.parts.losses import (
     refuse_other_bases,
     unit,
 )
-from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.router import Routed, Statistics
+from protocols.parts.router import RcsrOptions, Routed, Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 

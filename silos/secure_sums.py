@@ -49,7 +49,7 @@ from fedmq.wire.payloads import (
 )
 from fedmq.wire.secure_sum import RoundSecrets, Sum, refused
 from protocols.parts import aggregation
-from protocols.parts.missing_branch import completed
+from protocols.parts.aggregation import completed
 
 _SECRET_BYTES = 32
 _ALLOWED = f"a file of {_SECRET_BYTES} bytes; without it the silo makes a new one"

@@ -49,7 +49,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import ControlVariate, Metrics, Model, Payload, SiloMetrics
-from protocols.parts.missing_branch import shortened, updating
+from protocols.parts.aggregation import shortened, updating
 from silos.personal_state import DiskQueue, StateStore
 
 

@@ -27,8 +27,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols import objectives
-from protocols.parts.aggregation import inserted
-from protocols.parts.missing_branch import completed, shortened, updating
+from protocols.parts.aggregation import completed, inserted, shortened, updating
 from protocols.parts.personal_model import OWN
 from tests.replies import payload_of
 from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states, mixed, population

@@ -216,7 +216,7 @@ def _show_overlaps(found: Sequence[Overlap]) -> None:
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
     """Print the data of each silo and, if the table is small enough, its items by label."""
-    from fedmq.runs.result_limits import ONE_STEP_TASKS, about_silos  # noqa: PLC0415
+    from fedmq.runs.results import ONE_STEP_TASKS, about_silos  # noqa: PLC0415
 
     columns = ("modalities", "samples", "steps per task", "held out", "JS divergence")
     table = Table(Column("silo", overflow="fold"), *columns)

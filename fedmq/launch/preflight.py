@@ -48,7 +48,7 @@ from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Kind
 from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.tcp import unknown_host
-from protocols.parts.missing_branch import shortened, updating
+from protocols.parts.aggregation import shortened, updating
 from silos.tasks import Silo, SiloArguments
 
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.

@@ -25,8 +25,7 @@ from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
-from fedmq.runs.result_limits import gallery_of, meaningful
-from fedmq.runs.results import read_summary, with_own_figures
+from fedmq.runs.results import gallery_of, meaningful, read_summary, with_own_figures
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Count, Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular

@@ -26,16 +26,19 @@ from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult, interval
 from fedmq.runs.report.html import COLOURS, Figure, colour, render
 from fedmq.runs.report.logs import LogFacts, LoggedFacts, incidents_text, read_logs, time_axis, timeline
-from fedmq.runs.result_limits import (
+from fedmq.runs.results import (
     chosen_by_validation,
     gallery_of,
     items_each,
     items_left_out,
     meaningful,
     name_some,
+    read_metrics,
+    read_summary,
+    shared_evaluations,
     training_warnings,
+    with_own_figures,
 )
-from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular

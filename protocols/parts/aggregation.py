@@ -306,7 +306,10 @@ def _add_in_blocks(theta: Tensor, parts: Sequence[Tensor], weights: Tensor) -> N
         block.copy_(stepped(block, step))
 
     blocks = range(0, theta.numel(), _BLOCK)
-    list((_MERGING.map if len(blocks) > 1 else map)(add, blocks))
+    if len(blocks) > 1:
+        list(_MERGING.map(add, blocks))
+    else:
+        add(0)
 
 
 def stepped(theta: Tensor, step: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.storage.cache import read_digest
 from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
 from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors
+from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors, writing
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
@@ -300,12 +300,14 @@ class Checkpointing:
         (record, cause), self._unwritten = self._unwritten, None
         version = record.rounds.version
         self._roster.settle()
+        with writing(self._run_context.folder.metrics):  # its lines of the merges that the checkpoint includes
+            to_disk(self._run_context.folder.metrics)
         self._log.sign(SignedAt.MERGE, version=version)
         self._on_disk = self.committed, self._on_disk[0]
         for attempts_left in reversed(range(_TRIES)):
             try:
-                to_disk = partial(self._fault_injector.to_disk, version, cause)
-                save(self._run_context.folder.checkpoints, record, to_disk)
+                flush = partial(self._fault_injector.to_disk, version, cause)
+                save(self._run_context.folder.checkpoints, record, flush)
                 self._written_at = self._clock.stopwatch()
                 return
             except RunError as error:

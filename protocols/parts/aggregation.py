@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, SumLayout, Update, WeightedSum
+from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, Update, WeightedSum
+from fedmq.federation.sums import SumLayout
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Payload
@@ -359,16 +360,21 @@ def row_weights(
         kind: the payload.
         weighted: weight rows by the samples behind them; otherwise each silo that holds a row counts once.
     """
+    counts = supports(replies, layout, kind).double()
+    counts = counts if weighted else (counts > 0).double()
+    shares = counts / counts.sum(0).clamp(min=1)
+    return dict(zip(layout.row_names(kind), shares.T, strict=True))
+
+
+def supports(replies: Sequence[Update], layout: SumLayout, kind: type[Payload]) -> Tensor:
+    """The samples behind each row of a payload, int64 [M, C], that the replies of a secure sum report."""
     first = 0
     for other, rows in layout.rows.items():
         if other is kind:
             break
         first += rows.count
-    supports = torch.stack([as_tensor(report.support) for report in (reply.report for reply in replies) if report])
-    counts = supports[:, first : first + layout.rows[kind].count].double()
-    counts = counts if weighted else (counts > 0).double()
-    shares = counts / counts.sum(0).clamp(min=1)
-    return dict(zip(layout.row_names(kind), shares.T, strict=True))
+    found = torch.stack([as_tensor(report.support) for report in (reply.report for reply in replies) if report])
+    return found[:, first : first + layout.rows[kind].count]
 
 
 def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ which is never trained, the two are equal (arXiv 2403.12313), and updates have h
 All silos derive the same A from the seed. The projection heads are trained and averaged as well, and the global model
 is evaluated. The LoRA rank is ``backbone.bottleneck``, and s, alpha / rank, is ``backbone.adapter_scale``. In the
 blocks of an open_clip model adapters change the query and value weights; on features the frozen weight is the identity,
-x + s B A x."""
+x + s B A x.
+"""
 
 from __future__ import annotations
 

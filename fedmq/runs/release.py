@@ -363,7 +363,7 @@ Each tower maps the frozen encoder's vector `x` (float32) of an image or a capti
     embedding = normalize({sum})
 
 The tensors are `visual.adapters.*` and `visual.head.*` for images, `text.adapters.*` and `text.head.*` for captions;
-each layer is `weight @ x + bias`, of low-rank adapters `weight @ x`. With `adapter_site: blocks` {blocks} instead.
+each layer is `weight @ x + bias`, and of a low-rank adapter `weight @ x`. With `adapter_site: blocks` {blocks} instead.
 Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
 _NETWORK = """\
 The network of the base loss `{base}` maps the frozen encoders' vectors to {dim} numbers, of which {ranked}. Its layers

@@ -411,8 +411,8 @@ def _numbers_on(
 _DIGESTS: WeakKeyDictionary[Payload, str | Future[str]] = WeakKeyDictionary()
 #: Size of a payload's tensors from which another thread hashes it, while this one seals or checks it [bytes].
 _HASHED_BY_A_THREAD = 1 << 20
-#: It starts with the first large payload, so a process may fork before that. A second one would use a quarter more
-#: processor time, which the silos of a machine lack.
+#: It starts with the first large payload, so a process may fork before that. A second thread would use a quarter more
+#: CPU time, which silos on the same machine need.
 _HASHING = ThreadPoolExecutor(1, "digest")
 
 

@@ -34,6 +34,7 @@ from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 
 SHADOWS = 8
+KEPT = "leakage.json"
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ METHODS: Mapping[str, Method] = {
 #: Settings of section privacy by name; ``<clip>`` and ``<statistics>`` are the method's.
 MITIGATIONS = {
     "none": "",
-    "clipped updates": "clip_norm: <clip>",
-    "noise on updates": "clip_norm: <clip>, noise_multiplier: 0.05",
-    "noise on statistics": "statistics: {<statistics>}",
     "least support 8": "least_support: 8",
+    "noise on updates": "clip_norm: <clip>, noise_multiplier: 0.05",
+    "clipped updates": "clip_norm: <clip>",
+    "noise on statistics": "statistics: {<statistics>}",
     "secure aggregation": "secure_aggregation: {max_weight: 1.0, min_contributors: 1.0}",
 }
 _UPDATES = ("delta", "partial_delta")
@@ -116,7 +117,7 @@ def _over(name: str, form: str = ".3f") -> Format:
     def cell(runs: Sequence[Mapping[str, float]]) -> str:
         values = [run[name] for run in runs if name in run]
         if not values:
-            return "-"
+            return "not sent"
         half = stdev(values) / math.sqrt(len(values)) * t.ppf(0.975, len(values) - 1) if len(values) > 1 else math.nan
         return f"{mean(values):{form}}{'' if math.isnan(half) else f' ± {half:{form}}'}".replace("0.", ".")
 
@@ -154,10 +155,18 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "quality": _over("quality"),
         **{size: _against(f"rows, a row of {size}", ".0%") for size in ("1 item", "2 to 7 items", "8 items or more")},
     },
+    "leakage_sizes": {
+        "quality": _over("quality"),
+        "update or report": _over("an update or its report, the number of training items", ".0%"),
+        "geometry": _over("geometry, the number of training items", ".0%"),
+    },
     "leakage_inversion": {
-        f"{modality}, {batch}": _against(f"{modality}, {batch}", ".2f")
-        for modality in ("image", "text")
-        for batch in (1, 2, 4, 8)
+        "quality": _over("quality"),
+        **{
+            f"{modality}, {batch}": _against(f"{modality}, {batch}", ".2f")
+            for modality in ("image", "text")
+            for batch in (1, 8)
+        },
     },
 }
 
@@ -205,12 +214,13 @@ def probed(scenario: str, method: str, mitigation: str, seed: int) -> dict[str, 
         return {"quality": read_summary(folder).metrics[about.metric], **values_of(measured)}
 
 
-def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]], seeds: int) -> Grid:
-    """A table of the rows that have a value in one of its columns besides the first."""
-    body = [(name, *(cell(values) for cell in columns.values())) for name, values in runs.items()]
-    shown = [row for row in body if {*row[2:]} - {"-", "not sent"}]
-    note = f"{seeds} seeds; ±: half of a 95 % t-interval over them"
-    return Grid(("", *columns), tuple(tuple(map(Cell, row)) for row in shown), (note,))
+def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Grid:
+    """A table of what some methods send, with the number of runs of each row; other methods have no row."""
+    body = {name: (str(len(made)), *(cell(made) for cell in columns.values())) for name, made in runs.items()}
+    senders = {name.partition(":")[0] for name, cells in body.items() if {*cells[2:]} != {"not sent"}}
+    shown = [(name, *cells) for name, cells in body.items() if name.partition(":")[0] in senders and runs[name]]
+    note = "runs with seeds from 0; mean and half of its 95 % t-interval over them"
+    return Grid(("", "runs", *columns), tuple(tuple(map(Cell, row)) for row in shown), (note,))
 
 
 def main() -> None:
@@ -221,34 +231,31 @@ def main() -> None:
     parser.add_argument("--scenario", default="scenarios/smoke.yaml")
     parser.add_argument("--out", type=Path, default=Path("docs/results/data"), help="folder of the results")
     arguments = parser.parse_args()
-    kept = arguments.out / "leakage.json"
+    kept = arguments.out / KEPT
     runs: dict[str, dict[str, float]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     rows = [(method, name) for method in METHODS for name in MITIGATIONS if allowed(method, name)]
-    missing = [
-        (method, name, seed)
-        for seed in range(arguments.seeds)
-        for method, name in rows
-        if run_name(method, name, seed) not in runs
-    ]
+    planned = sorted(
+        (seed, [*MITIGATIONS].index(name), method, name) for seed in range(arguments.seeds) for method, name in rows
+    )
+    missing = [each for seed, _, *row in planned if run_name(*(each := (*row, seed))) not in runs]
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         begun = {pool.submit(probed, arguments.scenario, *each): run_name(*each) for each in missing}
         for done in as_completed(begun):
             runs[begun[done]] = done.result()
             print(begun[done], flush=True)
-            kept.write_text(json.dumps(dict(sorted(runs.items())), indent=0) + "\n", encoding="utf-8")
-    by_row = {
-        f"{method}, {name}": [runs[run_name(method, name, seed)] for seed in range(arguments.seeds)]
-        for method, name in rows
-    }
+            write(runs, arguments.out, arguments.seeds, rows)
+
+
+def write(runs: Mapping[str, Mapping[str, float]], out: Path, seeds: int, rows: Sequence[tuple[str, str]]) -> None:
+    """Keep the runs that are done, and write the tables of those with the first seeds."""
+    (out / KEPT).write_text(json.dumps(dict(sorted(runs.items())), indent=0) + "\n", encoding="utf-8")
+    names = {row: [run_name(*row, seed) for seed in range(seeds)] for row in rows}
+    by_row = {": ".join(row): [runs[name] for name in each if name in runs] for row, each in names.items()}
     for file, columns in TABLES.items():
-        grid = table(columns, by_row, arguments.seeds)
-        plain = {
-            "command": f"python -m benchmarks.leakage --seeds {arguments.seeds}",
-            "table": asdict(grid),
-            "runs": [],
-        }
-        path = arguments.out / f"{file}.json"
-        path.write_text(json.dumps(plain, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        command, grid = f"python -m benchmarks.leakage --seeds {seeds}", table(columns, by_row)
+        plain = {"command": command, "table": asdict(grid), "runs": []}
+        text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+        (out / f"{file}.json").write_text(text, encoding="utf-8")
 
 
 def run_name(method: str, mitigation: str, seed: int) -> str:

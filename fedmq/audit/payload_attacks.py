@@ -285,7 +285,8 @@ class _Attacks:
                 continue
             change = self._change(sent)
             image, text = self._embedded(sent, sent.state.theta if change is None else sent.state.theta + change, rows)
-            codes = {"image": image, "text": text, "both": unit_rows(image) + unit_rows(text)}
+            both = unit_rows(image) + unit_rows(text)
+            codes: dict[str, npt.NDArray[np.floating]] = {"image": image, "text": text, "both": both}
             for kind, modality, label, prototype in prototypes:
                 compared_ = np.full(len(rows), True) if label is None else labels[:, label]
                 own = (owner == name)[compared_]
@@ -297,8 +298,8 @@ class _Attacks:
         inferences = []
         for (kind, size), pairs in sorted(found.items()):
             what = f"a training item of the silo, the one nearest to {f'a row of {size}' if size else 'a prototype'}"
-            right, chance = map(float, np.mean(pairs, axis=0))
-            inferences.append(Inference(kind, what, right, chance, len(pairs)))
+            found_share, chance = map(float, np.mean(pairs, axis=0))
+            inferences.append(Inference(kind, what, found_share, chance, len(pairs)))
         return inferences
 
 

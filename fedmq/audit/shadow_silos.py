@@ -94,7 +94,7 @@ class Shadows:
     def inverted(self, silo: Members, sent: Sent) -> Iterator[Inverted]:
         """Inputs read from the updates of one step on a few of a silo's items; none if such a step changes nothing."""
         name = silo.silo.name
-        for number, batch in enumerate(BATCHES):
+        for number, batch in enumerate(each for each in BATCHES if each <= len(silo.rows)):
             drawn = numpy_generator(self._scenario.seed, "inversion", name, batch).permutation(silo.rows)[:batch]
             change = self.update(silo.silo, drawn, sent, 2 * _FIRST + number, self._step)
             for modality in MODALITIES:
@@ -165,6 +165,8 @@ def relative(own: F64, shadows: Sequence[F64]) -> F64:
 
 def _rows_of(model: TwoTower, modality: Modality, change: torch.Tensor, shape: tuple[int, ...]) -> F64:
     """Rows [m, d] of the update of the layers on a tower's inputs, each with the sign of the update of its bias."""
+    if len(shape) != 1:  # images that a network of its own encodes
+        return np.zeros((0, 0))
     entries = model.layout.entries
     by_name = dict(zip(model.layout.by_name, torch.split(change, [entry.size for entry in entries]), strict=True))
     found = [np.zeros((0, *shape))]

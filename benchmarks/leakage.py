@@ -237,7 +237,7 @@ def main() -> None:
     planned = sorted(
         (seed, [*MITIGATIONS].index(name), method, name) for seed in range(arguments.seeds) for method, name in rows
     )
-    missing = [each for seed, _, *row in planned if run_name(*(each := (*row, seed))) not in runs]
+    missing = [(method, name, seed) for seed, _, method, name in planned if run_name(method, name, seed) not in runs]
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         begun = {pool.submit(probed, arguments.scenario, *each): run_name(*each) for each in missing}
         for done in as_completed(begun):

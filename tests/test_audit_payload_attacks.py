@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import leakage
 from fedmq.audit.membership_inference import members_of
-from fedmq.audit.payload_attacks import PayloadProbe, probe_payloads, show
+from fedmq.audit.payload_attacks import PayloadProbe, _Attacks, probe_payloads, show
 from fedmq.audit.shadow_silos import Sent, Shadows
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
@@ -103,6 +104,35 @@ def test_a_shadow_with_the_silos_items_and_draws_sends_what_the_silo_sent(
             sent = Sent(captured.state, captured.version, captured.silos[name], None)
             again = shadows.update(silo.silo, silo.rows, sent, sequence=captured.version + 1)
             assert np.array_equal(again, sent.payloads["delta"]["buffer"]), (captured.version, name)
+
+
+def test_an_update_of_one_step_of_sgd_holds_its_inputs(tmp_path: Path) -> None:
+    sgd = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.1, "warmup_rounds": 0}
+    scenario = noise_scenario(tmp_path, training=sgd)
+    population = build_population(scenario)
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    shadows = Shadows(scenario, population, model)
+    sent = Sent(shadows.method.initial(model.initial()), 0, {}, None)
+    found = [each for silo in members_of(scenario, population) for each in shadows.inverted(silo, sent)]
+    assert {each.batch for each in found} == {2, 4, 8}, "a contrast needs two items"
+    for each in found:
+        assert each.items.mean() > 0.85 and each.items.min() > each.others.max(), (each.modality, each.batch)
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_item_nearest_to_a_row_of_a_class_is_told_to_be_the_silos_or_not(tiny: Path, owner: int) -> None:
+    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}")
+    population = build_population(scenario)
+    attacks = _Attacks(scenario, population, population.build_model(scenario, "cpu", ("image", "text")), 0)
+    members = {each.silo.name: each for each in members_of(scenario, population)}
+    labels, row = np.asarray(population.prepared.labels), members[f"silo-0{owner}"].trained[0]
+    sent = Sent(attacks._shadows.method.initial(attacks._model.initial()), 0, {}, None)
+    rows = np.zeros((5, attacks._model.dim), np.float32)
+    (label,) = np.flatnonzero(labels[row])
+    rows[label] = np.sum(attacks._embedded(sent, sent.state.theta, row[None]), axis=0)[0]
+    payload = {"prototypes": rows, "counts": np.arange(5) == label}
+    (found,) = attacks.nearest(members, {"silo-00": replace(sent, payloads={"class_prototypes": payload})})
+    assert (found.found, found.count) == (1.0 - owner, 1) and found.chance is not None and 0 < found.chance < 1
 
 
 def test_with_a_secure_sum_there_is_no_update_to_attack(tiny: Path, tmp_path: Path) -> None:

@@ -155,11 +155,6 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "quality": _over("quality"),
         **{size: _against(f"rows, a row of {size}", ".0%") for size in ("1 item", "2 to 7 items", "8 items or more")},
     },
-    "leakage_sizes": {
-        "quality": _over("quality"),
-        "update or report": _over("an update or its report, the number of training items", ".0%"),
-        "geometry": _over("geometry, the number of training items", ".0%"),
-    },
     "leakage_inversion": {
         "quality": _over("quality"),
         **{

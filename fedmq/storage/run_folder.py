@@ -284,7 +284,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor as bytes [n], without a copy if it is contiguous and on the CPU."""
     import torch  # noqa: PLC0415 - as above
 
-    values: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # An empty array of NumPy has a stride of 0, with which torch gives no other view.
+    values: memoryview = (flat if flat.numel() else torch.zeros(0)).view(torch.uint8).numpy().data
     return values
 
 

@@ -54,7 +54,7 @@ def main() -> None:
         "--only",
         type=_names,
         metavar="A,B",
-        help=f"of {', '.join(BENCHMARKS)}; default: all but peers, which needs Flower (make peers)",
+        help=f"of {', '.join(BENCHMARKS)}; default: all but sums and peers, which needs Flower (make peers)",
     )
     parser.add_argument(
         "--smoke", action="store_true", help="the smallest sizes: whether the benchmarks work, not how fast fedmq is"

@@ -128,7 +128,7 @@ class Limits:
 
 
 @dataclass
-class Along:
+class Series:
     """What was measured along an axis.
 
     Args:
@@ -185,40 +185,42 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
         )
 
 
-def bend(points: Sequence[Point], cost: str) -> tuple[Point, Point] | None:
-    """The cheapest point per unit of size so far, and the first whose unit costs :data:`BEND` times as much.
+def rises(points: Sequence[Point], cost: str) -> Iterator[tuple[float, Point, Point]]:
+    """For each point its cost per unit as a multiple of the least before it, the point of that least, and the point.
 
     Args:
         points: ascending by size.
         cost: attribute of a point.
     """
-    cheapest = points[0]
-    for point in points:
-        if _per_unit(point, cost) > BEND * _per_unit(cheapest, cost):
-            return cheapest, point
-        cheapest = min(cheapest, point, key=lambda each: _per_unit(each, cost))
-    return None
+    for number, point in enumerate(points[1:], 1):
+        cheapest = min(points[:number], key=lambda each: _per_unit(each, cost))
+        yield _per_unit(point, cost) / _per_unit(cheapest, cost), cheapest, point
 
 
 def _per_unit(point: Point, cost: str) -> float:
     return float(getattr(point, cost)) / point.size
 
 
-def what_bends_first(growth: Mapping[str, Along]) -> str:
-    """One sentence: the cost that bends at the smallest multiple of its axis's smallest size."""
-    found = []
-    for axis, along in growth.items():
-        points = along.points
-        for cost, name, unit in COSTS:
-            if points and (bent := bend(points, cost)) is not None:
-                found.append((bent[1].size / points[0].size, axis, cost, name, unit, *bent))
-    if not found:
-        return f"Nothing bends: nowhere does a unit of size cost more than {BEND} times the least on its axis."
-    _, axis, cost, name, unit, low, high = min(found, key=lambda each: each[0])
-    least, most, sizes = _per_unit(low, cost), _per_unit(high, cost), AXES[axis].unit
+def what_bends_first(growth: Mapping[str, Series]) -> str:
+    """One sentence: the cost that bends at the smallest multiple of its axis's smallest size, or what is closest."""
+    costs = [
+        (times, high.size / series.points[0].size, axis, name, unit, cost, low, high)
+        for axis, series in growth.items()
+        for cost, name, unit in COSTS
+        for times, low, high in rises(series.points, cost)
+    ]
+    if not costs:
+        return "Nothing bends: no axis has two sizes."
+    bent = [each for each in costs if each[0] > BEND]
+    times, _, axis, name, unit, cost, low, high = (
+        min(bent, key=lambda each: each[1]) if bent else max(costs, key=lambda each: each[0])
+    )
+    sizes = AXES[axis].unit
+    nothing = f"Nothing bends: nowhere does a unit of size cost more than {BEND} times the least on its axis. "
     return (
-        f"The {name} over {AXES[axis].title} bends first: at {high.size:,.0f} {sizes} it is {most:.3g} {unit} per "
-        f"unit, {most / least:.1f} times that at {low.size:,.0f} ({least:.3g} {unit})."
+        f"{'' if bent else nothing}The {name} over {AXES[axis].title} {'bends first' if bent else 'comes closest'}: at "
+        f"{high.size:,.0f} {sizes} it is {_per_unit(high, cost):.3g} {unit} per unit, {times:.1f} times that at "
+        f"{low.size:,.0f} ({_per_unit(low, cost):.3g} {unit})."
     )
 
 
@@ -246,13 +248,13 @@ def figure(axis: str, points: Sequence[Point]) -> Figure:
     return drawn
 
 
-def rows(growth: Mapping[str, Along]) -> list[list[str]]:
+def rows(growth: Mapping[str, Series]) -> list[list[str]]:
     """The table of all points, its head first."""
     costs = [f"{name} [{unit}]" for _, name, unit in COSTS]
     table = [["axis", "size", *costs, "per unit, relative to the axis's minimum", "load", "commit"]]
-    for axis, along in growth.items():
-        for point in along.points:
-            least = [min(_per_unit(each, cost) for each in along.points) for cost, _, _ in COSTS]
+    for axis, series in growth.items():
+        for point in series.points:
+            least = [min(_per_unit(each, cost) for each in series.points) for cost, _, _ in COSTS]
             times = [_per_unit(point, cost) / best for (cost, _, _), best in zip(COSTS, least, strict=True)]
             values = [f"{getattr(point, cost):,.4g}" for cost, _, _ in COSTS]
             shares = ", ".join(f"{x:.2g}x" for x in times)
@@ -261,24 +263,24 @@ def rows(growth: Mapping[str, Along]) -> list[list[str]]:
     return table
 
 
-def written(growth: Mapping[str, Along], folder: Path) -> list[str]:
+def written(growth: Mapping[str, Series], folder: Path) -> list[str]:
     """Write the page and the JSON; returns what both say: what bends first, and which sizes are missing."""
     about: dict[str, Any] = machine()
-    said = [what_bends_first(growth), *(along.missing for along in growth.values() if along.missing)]
+    said = [what_bends_first(growth), *(series.missing for series in growth.values() if series.missing)]
     notes = (*said, ", ".join(f"{key} {value}" for key, value in about.items()))
-    figures = [figure(axis, along.points) for axis, along in growth.items() if along.points]
+    figures = [figure(axis, series.points) for axis, series in growth.items() if series.points]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "growth.html").write_text(document("Cost against size", notes, figures, rows(growth)), encoding="utf-8")
-    found = {"machine": about, "axes": {axis: asdict(along) for axis, along in growth.items()}, "said": said}
+    found = {"machine": about, "axes": {axis: asdict(series) for axis, series in growth.items()}, "said": said}
     (folder / "growth.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return said
 
 
-def earlier(folder: Path) -> dict[str, Along]:
+def earlier(folder: Path) -> dict[str, Series]:
     """What an earlier call measured, of ``growth.json``; empty without one."""
     with suppress(FileNotFoundError):
         found = json.loads((folder / "growth.json").read_text(encoding="utf-8"))
-        return TypeAdapter(dict[str, Along]).validate_python(found["axes"])
+        return TypeAdapter(dict[str, Series]).validate_python(found["axes"])
     return {}
 
 
@@ -309,8 +311,8 @@ def main() -> None:
     memory_mb = psutil.virtual_memory().available / 2**21
     limits = Limits(time.monotonic() + 60 * arguments.minutes, memory_mb)
     for name in arguments.axes:
-        along = growth.setdefault(name, Along())
-        for line in along.go_on(name, AXES[name].sizes[: 2 if arguments.smoke else None], limits):
+        series = growth.setdefault(name, Series())
+        for line in series.go_on(name, AXES[name].sizes[: 2 if arguments.smoke else None], limits):
             console.print(line, soft_wrap=True)
             written(growth, arguments.out)
     said = written(growth, arguments.out)

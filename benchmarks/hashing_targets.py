@@ -23,7 +23,8 @@ from torch import Tensor
 from fedmq.config.resolve import load
 from fedmq.federation.population import build_population
 from protocols.objectives import dgcpn, djsrh, jdsh
-from protocols.parts.similarity import cosines, item_features
+from protocols.parts.losses import cosines
+from protocols.parts.similarity import item_features
 
 #: Similarities [n, n] from image and text features [n, d_i] and [n, d_t].
 TARGETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from fedmq.runs.status import ERROR_CHARACTERS
 from fedmq.storage.cache import read_digest
 from fedmq.storage.json_files import Amount, Count, Digest, Stored, read_json
 from fedmq.storage.regular_files import check_regular
-from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors
+from fedmq.storage.run_folder import load_aligned, to_disk, write_tensors, writing
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import SignedAt
 from fedmq.wire.message_log import MessageLog
@@ -116,8 +117,10 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
                 digests[name] = known[name]
             else:
                 _write_state(temporary / name, state)
-                to_disk(temporary / name)
-                digests[name] = read_digest(temporary / name)[1]
+                with ThreadPoolExecutor(1) as thread:  # the disk needs longer than the digest
+                    digest = thread.submit(read_digest, temporary / name)
+                    to_disk(temporary / name)
+                digests[name] = digest.result()[1]
         record = CheckpointRecord(
             rounds=checkpoint.rounds,
             now=checkpoint.now,
@@ -297,12 +300,14 @@ class Checkpointing:
         (record, cause), self._unwritten = self._unwritten, None
         version = record.rounds.version
         self._roster.settle()
+        with writing(self._run_context.folder.metrics):  # its lines of the merges that the checkpoint includes
+            to_disk(self._run_context.folder.metrics)
         self._log.sign(SignedAt.MERGE, version=version)
         self._on_disk = self.committed, self._on_disk[0]
         for attempts_left in reversed(range(_TRIES)):
             try:
-                to_disk = partial(self._fault_injector.to_disk, version, cause)
-                save(self._run_context.folder.checkpoints, record, to_disk)
+                flush = partial(self._fault_injector.to_disk, version, cause)
+                save(self._run_context.folder.checkpoints, record, flush)
                 self._written_at = self._clock.stopwatch()
                 return
             except RunError as error:

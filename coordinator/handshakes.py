@@ -116,10 +116,6 @@ class Handshakes:
         self._listener.keep(address)
         return pending.responded, session
 
-    def forget(self, address: bytes) -> None:
-        """Drop the unfinished handshake on a connection, if there is one."""
-        self._pending.pop(address, None)
-
     def forget_peer(self, name: str) -> None:
         """Drop the unfinished handshakes of a peer."""
         for address in [address for address, pending in self._pending.items() if pending.responded.peer == name]:

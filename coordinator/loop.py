@@ -488,7 +488,7 @@ class Loop:
         line = merge_line(version, self.clock.now(), replies, merged.log)
         self.status.merged(line)
         # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
-        append_metrics(self.run_context.folder, line, self.clock, durable=True)
+        append_metrics(self.run_context.folder, line, self.clock)
         last = self.rounds.plan.spent(self.rounds.sequences, self.rounds.pending) or self.evaluation.ends_after(version)
         self.saving.save(self.rounds.after_merge(last=last), self.states, self._outcomes.due, cause)
         self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)

@@ -241,7 +241,8 @@ def _resumable(
     Raises:
         InputError: as raised there; no eligible silo is left; the data or the trace is not what the run began with.
     """
-    setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
+    with arguments.run.source.naming_the_file():
+        setting = run_context_of(arguments.scenario, data, RunFolder(arguments.out))
     run_context, folder = setting[0], setting[0].folder
     trace = run_context.scenario.participation.trace
     eligible = run_context.plan.eligible

@@ -15,6 +15,7 @@ import protocols
 from coordinator.participation import RoundsPlan, Trace, cohort_size, sampling_of, trace_of
 from coordinator.round_events import Action, Send
 from fedmq import seeds
+from fedmq.config.privacy import Privacy
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Cost
 from fedmq.errors import InputError
@@ -34,9 +35,17 @@ from fedmq.wire.codec import MAX_BODY, MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import MAX_ENTRIES
 from fedmq.wire.messages import TaskInfo
-from fedmq.wire.payloads import Delta, Loss, PartialDelta, Payload
+from fedmq.wire.payloads import ClipNorm, Delta, Loss, PartialDelta, Payload
 from protocols.parts.robust import LEAST
 from protocols.parts.training import steps_per_task
+
+#: Value of a state with the present norm of adaptive clipping.
+CLIP_NORM = "clip_norm"
+
+
+def clip_norm(state: State, privacy: Privacy) -> float:
+    """The present norm to which updates are clipped, in a run with adaptive clipping."""
+    return min(max(float(state.values.get(CLIP_NORM, privacy.clip_norm)), 1e-6), 1e6)
 
 
 def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:
@@ -189,7 +198,10 @@ class RunContext:
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The payloads of a silo's task from a state, as they are sent."""
-        return self.to_silos(self.protocol.task(state, silo))
+        privacy, payloads = self.scenario.privacy, self.protocol.task(state, silo)
+        if privacy.adaptive_clip is not None:
+            payloads = (*payloads, ClipNorm(clip_norm(state, privacy)))
+        return self.to_silos(payloads)
 
     def to_silos(self, payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         """Payloads with the model compressed as the scenario says."""

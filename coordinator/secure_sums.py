@@ -14,11 +14,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from coordinator.faults import FaultInjector
 from coordinator.round_events import Collect, PendingTask, Send, Stage
-from coordinator.run_context import RunContext
+from coordinator.run_context import CLIP_NORM, RunContext, clip_norm
 from coordinator.updates import weighted
 from fedmq.errors import RemoteWireError
 from fedmq.federation.faults import FailureReason, TaskOutcome
+from fedmq.federation.noise import CLIP_BIT, next_norm
 from fedmq.federation.protocol import Added, MergeResult, State, Update, WeightedSum
+from fedmq.federation.sums import scales, with_bit
 from fedmq.profiling import span
 from fedmq.wire import secure_sum
 from fedmq.wire.log_events import LogEvent
@@ -69,7 +71,8 @@ class SecureSums:
         keys = str(run_context.folder.root)
         self._roster = secure_sum.roster_digest(keys, accepted, run_context.scenario.silo_names)
         self._accepted = accepted
-        self._layout = run_context.protocol.sum_layout()
+        self._privacy = run_context.scenario.privacy
+        self._layout = with_bit(run_context.protocol.sum_layout(), self._privacy)
         self._begin()
 
     def _begin(self) -> None:
@@ -135,7 +138,7 @@ class SecureSums:
                 raise secure_sum.refused(detail)
             if strange := set(report.trained) - set(self._layout.branches):
                 raise RemoteWireError(Reason.MALFORMED, f"an update of branch {min(strange)}, which the model lacks")
-            rows = len(self._layout.sizes) - self._layout.first_row
+            rows = len(self._layout.sizes) - self._layout.first_held
             if (found := len(report.support)) != rows:
                 raise RemoteWireError(Reason.LAYOUT, f"the support of {found} rows, expected {rows}")
             parts = (report.keys, report.commitment, report.signature)
@@ -175,7 +178,7 @@ class SecureSums:
             updates = [self._updates[name] for name in self._shares]
             replies = [weighted(self._run_context, each, states, version, merged) for each in updates]
             self._weighted = self._run_context.protocol.weigh(states[version], replies, version)
-            self._sum = self._agreed(action, self._weighted)
+            self._sum = self._agreed(action, self._weighted, states[version])
         elif stage is Stage.MASK:
             self._masked = {name: each for name, each in payloads.items() if isinstance(each, MaskedUpdate)}
             self.ends = self._unsafe()
@@ -192,11 +195,16 @@ class SecureSums:
         )
         return SumKeys(tuple(self._updates), keys, committed, signatures)
 
-    def _agreed(self, action: Collect, weighted: WeightedSum) -> Sum:
+    def _agreed(self, action: Collect, weighted: WeightedSum, state: State) -> Sum:
         """The sum that the silos are to agree on, without sections whose weights would single a silo out."""
         assert self._keys is not None  # noqa: S101 - the silos have reported
-        version, layout = action.round, self._layout
-        rows = np.stack([weighted.rows[name].numpy() for name in layout.sizes])
+        version, layout, privacy, found = action.round, self._layout, self._privacy, dict(weighted.rows)
+        if layout.bit:
+            reports = [self._updates[name].report for name in self._shares]
+            trained = torch.tensor([float(report is not None and bool(report.trained)) for report in reports])
+            found[CLIP_BIT] = trained.double() / max(1.0, float(trained.sum()))
+            privacy = privacy.model_copy(update={"clip_norm": clip_norm(state, privacy)})
+        rows = np.stack([found[name].numpy() for name in layout.sizes])
         for place, name in enumerate(layout.sizes):
             if (wrong := singles_out(rows[place], self._options)) is None:
                 continue
@@ -207,7 +215,8 @@ class SecureSums:
                     LogEvent.BRANCH_LEFT_ALONE, version=version, branch=name, why=wrong, caused_by=action.cause
                 )
         weights = SumWeights(layout.layout.digest, tuple(self._shares), tuple(layout.sizes), rows)
-        sizes, bounds = tuple(layout.sizes.values()), layout.bounds(self._options.range)
+        least = secure_sum.needed(len(self._keys.silos), self._options.threshold)
+        sizes, bounds = tuple(layout.sizes.values()), scales(layout, privacy, rows, least).bounds
         return Sum(self._run, version, self._roster, self._keys, weights, sizes, bounds, layout.first_row)
 
     def _unsafe(self) -> str:
@@ -256,7 +265,7 @@ class SecureSums:
         reports = [self._updates[name].report for name in agreed.weights.silos]
         support = np.stack([report.support for report in reports if report is not None])
         for row in np.flatnonzero(support.any(axis=0)):
-            place = agreed.first_row + int(row)
+            place = self._layout.first_held + int(row)
             yield agreed.weights.branches[place], place
 
     # ------------------------------------------------------------------------------------------- the sum
@@ -322,7 +331,13 @@ class SecureSums:
             if part is not None and arrived:
                 step[part] = means.pop(name)
         weights = weights / weights.sum() if float(weights.sum()) else weights
+        bit = means.pop(CLIP_BIT, None)
         merged = weighted.finish(Added(step, replies, weights, means))
+        if (adaptive := self._privacy.adaptive_clip) is not None:
+            norm = clip_norm(state, self._privacy)
+            norm = norm if bit is None else next_norm(norm, 0.5 + float(bit), adaptive)
+            kept = replace(merged.state, values={**merged.state.values, CLIP_NORM: norm})
+            merged = replace(merged, state=kept, log={**merged.log, CLIP_NORM: norm})
         counts = {"branches_left_alone": len(self._branches_left), "rows_left_alone": self._rows_left}
         return replace(merged, log={**merged.log, **{name: float(count) for name, count in counts.items() if count}})
 

@@ -476,10 +476,8 @@ class Roster(Peers):
 
     @override
     def drop(self, name: str) -> bool:
-        """End a peer's session; returns whether it had one."""
+        """End a peer's session, but not one that it has begun since on its connection; returns whether it had one."""
         peer = self._by_name.pop(name, None)
-        if peer is None:
-            return False
-        self._by_address.pop(peer.address, None)
-        self._handshakes.forget(peer.address)
-        return True
+        if peer is not None and self._by_address.get(peer.address) is peer:
+            del self._by_address[peer.address]
+        return peer is not None

@@ -21,7 +21,7 @@ from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.agreement import RunData
-from fedmq.federation.noise import UPDATES
+from fedmq.federation.noise import UPDATES, epsilon_of, spent_by_task
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -37,6 +37,7 @@ from fedmq.runs.run_records import (
     MessageCounts,
     OwnHeldOut,
     OwnHeldOutLine,
+    PrivacySpent,
     Processes,
     RunSummary,
     Seconds,
@@ -219,6 +220,7 @@ def _optional_keys(
         "heldout_without_pair": without_pair,
         "best": evaluation.best and evaluation.best.best,
         "ended_by": _ended_by(loop),
+        "privacy": _privacy_spent(loop),
     }
     found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:
@@ -229,20 +231,35 @@ def _optional_keys(
     return found
 
 
-def _below_start(loop: Loop) -> BelowStart | None:
-    """The metric by which the shared model ended worse than the untrained one; None if it did not.
+def _privacy_spent(loop: Loop) -> PrivacySpent | None:
+    privacy, tasks = loop.run_context.scenario.privacy, max(loop.rounds.sequences.values(), default=0)
+    if not (each := spent_by_task(privacy, sent_kinds(loop.run_context))):
+        return None
+    delta = 1e-5 if privacy.budget is None else privacy.budget.delta
+    epsilon = epsilon_of(tasks * each, delta, sums=privacy.secure_aggregation is not None)
+    return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks)
 
-    None, too, if the run shares no model or did not evaluate it.
+
+def _below_start(loop: Loop) -> BelowStart | None:
+    """The metric by which a run ended worse than the untrained model; None if it did not, or was not evaluated.
+
+    If the shared model is not fully trained, personal models count, by their means over silos on each silo's own items.
     """
     scenario, evaluations = loop.run_context.scenario, shared_evaluations(read_metrics(loop.run_context.folder))
-    if loop.run_context.traits.personal_only or not evaluations:
+    if not evaluations:
         return None
     first, last = (choose(evaluations, key=lambda line: line.version) for choose in (min, max))
-    metric = "map" if network_of(scenario.objective) is not None and "map" in first.metrics else HEADLINE
-    if first.version or metric not in first.metrics or metric not in last.metrics:
+    before, after = first.metrics, last.metrics
+    if loop.run_context.traits.personal_only:
+        found = loop.evaluation.personal.items()
+        own = {name: values.per_silo[name] for name, values in found if name in values.per_silo}
+        if not own:
+            return None
+        before, after = means({name: first.per_silo.get(name, {}) for name in own}), means(own)
+    metric = "map" if network_of(scenario.objective) is not None and "map" in before else HEADLINE
+    if first.version or metric not in before or metric not in after or after[metric] >= before[metric]:
         return None
-    before, after = first.metrics[metric], last.metrics[metric]
-    return BelowStart(metric=metric, before=before, after=after) if after < before else None
+    return BelowStart(metric=metric, before=before[metric], after=after[metric])
 
 
 def _measured(

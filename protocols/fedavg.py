@@ -21,13 +21,13 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Update,
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import objectives
 from protocols.parts import aggregation, training
@@ -238,6 +238,14 @@ class AnchoredFedAvg(FedAvg):
         if local.silo.paired or self.base is not None:
             return super().work(local, task)
         return self.anchoring.work(local, task)
+
+    def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
+        """FedAvg's weights, and those of the prototypes."""
+        return self.anchoring.weighed(super().weigh(state, replies, round_), state.tensors, replies, self.sum_layout())
+
+    def sum_layout(self) -> SumLayout:
+        """The whole update, and the prototypes."""
+        return self.anchoring.sum_layout(super().sum_layout())
 
     def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
         """The average of the updates and, with the same weights, of the prototypes."""

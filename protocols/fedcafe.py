@@ -33,8 +33,6 @@ from fedmq.federation.protocol import (
     ReportedValue,
     SiloFacts,
     State,
-    SumLayout,
-    SummedRows,
     Task,
     Trained,
     Traits,
@@ -42,6 +40,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout, SummedRows
 from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import OBJECTIVES, TowerPlan, network_of
 from fedmq.models.two_tower import Out

@@ -32,7 +32,6 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -40,6 +39,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.federation.updates import mixed
 from fedmq.models.hash_networks import initial_parameters, signs, straight_through
 from fedmq.models.objective_registry import TowerPlan
@@ -398,8 +398,8 @@ class FedHap(FederatedProtocol):
         """Networks, discriminators and class means as secure sums; a prototype's votes are those of this round."""
         layout, weighted = self.sum_layout(), self.fedavg.weigh(state, replies, round_)
         rows = {**weighted.rows, **dict.fromkeys((kind.KIND for kind in layout.changes), weighted.weights)}
-        for kind in layout.rows:
-            rows |= aggregation.row_weights(replies, layout, kind, weighted=False)
+        if self.prototypes:
+            rows |= aggregation.row_weights(replies, layout, ClassPrototypes, weighted=False)
 
         def finish(added: Added) -> MergeResult:
             merged = weighted.finish(added)
@@ -420,7 +420,8 @@ class FedHap(FederatedProtocol):
         changes: Mapping[type[Payload], int] = (
             {DiscriminatorDelta: self.layout.size} if self._shares_discriminator else {}
         )
-        return replace(self.fedavg.sum_layout(), changes=changes, rows=rows if self.prototypes else {})
+        layout = self.fedavg.sum_layout()
+        return replace(layout, changes=changes, rows={**layout.rows, **(rows if self.prototypes else {})})
 
     def no_sum(self) -> str:
         """Why a merge without conflicts is no sum."""

@@ -25,10 +25,9 @@ from dataclasses import replace
 
 import torch
 
-from fedmq.federation.protocol import MergeResult, SiloFacts, State, Update
-from fedmq.wire.payloads import Delta, LocalSteps, Payload
-from protocols import fedavg
-from protocols.parts import aggregation, local_steps, training
+from fedmq.federation.protocol import MergeResult, State, Update
+from fedmq.wire.payloads import Delta, Payload
+from protocols.parts import aggregation, local_steps
 
 
 def gradient_weight(steps: int, momentum: float) -> float:
@@ -45,24 +44,8 @@ def gradient_weight(steps: int, momentum: float) -> float:
     return total
 
 
-class FedNova(fedavg.AnchoredFedAvg):
+class FedNova(local_steps.ReportsSteps):
     """FedNova, see the module docstring."""
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """FedAvg's, and the numbers of steps."""
-        return super().uploads(silo) | {LocalSteps}
-
-    def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the numbers of steps.
-
-        Raises:
-            RemoteWireError: too many.
-        """
-        local_steps.check(payloads, self.context.training)
-
-    def statistics(self, outcome: training.TrainingResult) -> tuple[Payload, ...]:
-        """FedAvg's, and the numbers of steps."""
-        return (*super().statistics(outcome), local_steps.payload(outcome.steps))
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """FedAvg's merge of the updates, each scaled by τ_eff / |a_i| in each branch."""

@@ -41,7 +41,7 @@ from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
 from protocols.objectives.dscmr import logits_of, mean_length, pair_likelihood
 from protocols.parts import aggregation, training
-from protocols.parts.labelled import EveryLabelledBatch
+from protocols.parts.labelled import EveryLabelledBatch, similar_items
 from protocols.parts.personal_model import PartialFedAvg
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
@@ -198,7 +198,7 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     norm = options.norm
     total = torch.stack([label_loss(logits_of(out), labels, norm) for out in held]).sum()
     if options.loss_cs:
-        similar = (labels @ labels.T > 0).to(labels.dtype)
+        similar = similar_items(labels, labels)
         pair = (None if image is None else image.raw, None if text is None else text.raw)
         term = discrimination(*pair, similar, options.pairs)
         if image is not None and text is not None:

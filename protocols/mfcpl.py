@@ -47,7 +47,6 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -55,6 +54,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
@@ -62,7 +62,7 @@ from protocols import fedavg
 from protocols.parts import aggregation, centroids, class_prototypes, personal_model, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.class_prototypes import Shared
-from protocols.parts.losses import cosine, unit
+from protocols.parts.losses import cosine, cosines, unit
 
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
@@ -109,7 +109,7 @@ def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor
 
 def prototype_contrast(z: Tensor, members: Tensor, prototypes: Tensor, tau: float) -> Tensor:
     """CMPC of one modality: cross-entropy of members [B, C] and softmax_c(cos(z, P_c) / tau); z [B, d], P [C, d]."""
-    scores = unit(z) @ unit(prototypes).T / tau
+    scores = cosines(z, prototypes) / tau
     return -(members * scores.log_softmax(1)).sum(1).mean()
 
 
@@ -293,7 +293,8 @@ class Mfcpl(FederatedProtocol):
     def sum_layout(self) -> SumLayout:
         """The update and the class prototypes of both modalities."""
         rows = class_prototypes.summed(self.context, 2 * self.classes, class_prototypes.longest_code(self.context))
-        return replace(self.fedavg.sum_layout(), rows=rows)
+        layout = self.fedavg.sum_layout()
+        return replace(layout, rows={**layout.rows, **rows})
 
     def no_sum(self) -> str:
         """Why a merge with pseudo-classes, or without conflicts, is no sum."""

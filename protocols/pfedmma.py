@@ -29,7 +29,6 @@ from protocols.parts.personal_model import PartialFedAvg
 
 #: Name prefix of the adapters' middle layers.
 SHARED = "shared.adapters."
-_PREFIXES = {"image": "visual.", "text": "text.", "shared": "shared."}
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,9 @@ class PFedMma(PartialFedAvg):
 
     @override
     def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:
-        trained = training.branches_of(local)
         if self.options.heads == "personal":
-            return trained
-        return {name: [local.model.branch(f"{_PREFIXES[name]}adapters.")] for name in trained}
+            return training.branches_of(local)
+        return self.ranges_of(local, [name for name in self.context.layout.by_name if ".adapters." in name])
 
     @classmethod
     def traits_of(cls, options: PFedMmaOptions) -> Traits:

@@ -26,7 +26,6 @@ from fedmq.federation.protocol import (
     ReportedValue,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -34,6 +33,7 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.seeds import torch_generator
 from fedmq.wire.payloads import (
     ClassPrototypes,
@@ -291,11 +291,15 @@ class Rcsr(FederatedProtocol):
         """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the tables either."""
         weights, renorm = self._weighed(state, replies, round_).weights, self.options.branch_renorm
         merged = partial(self._merged, state=state, round_=round_)
-        return aggregation.sum_of(state.theta, replies, weights, self.branches, renorm, merged)
+        weighted = aggregation.sum_of(state.theta, replies, weights, self.branches, renorm, merged)
+        average = partial(prototypes.with_sum, ema=self.options.ema, cohort=self.context.cohort)
+        return average(weighted, state.tensors, replies, self.sum_layout(), unit_length=self.options.proto_unit)
 
     def sum_layout(self) -> SumLayout:
-        """The whole update; the router needs single prototypes."""
-        return SumLayout(self.context.layout, None, self.branches)
+        """The whole update, and prototypes if they are only averaged: the router, and fillers, need single ones."""
+        averaged = self.options.router is not True and self.options.masked_ema
+        rows = prototypes.summed(self.context.dim) if averaged else {}
+        return SumLayout(self.context.layout, None, self.branches, rows=rows)
 
     def no_sum(self) -> str:
         """Why a merge without conflicts, or with centroids, is no sum."""

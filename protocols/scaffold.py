@@ -35,9 +35,9 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, MergeResult, SiloFacts, State, Task, Trained, Traits, Update, take
 from fedmq.federation.updates import read_only
-from fedmq.wire.payloads import ControlVariate, Delta, LocalSteps, Payload
+from fedmq.wire.payloads import ControlVariate, Delta, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, local_steps, training
+from protocols.parts import aggregation, local_steps
 
 _CONTROL = "control"
 #: int64 [N], 1 + base version of each silo's last reply that c counts; 0 if there is none.
@@ -57,7 +57,7 @@ class ScaffoldOptions(fedavg.AnchoredOptions):
     weighting: Literal["uniform"] = "uniform"
 
 
-class Scaffold(fedavg.AnchoredFedAvg):
+class Scaffold(local_steps.ReportsSteps):
     """SCAFFOLD, see the module docstring."""
 
     Options: ClassVar[type[Any]] = ScaffoldOptions
@@ -76,18 +76,6 @@ class Scaffold(fedavg.AnchoredFedAvg):
         """Silos have no weights; c follows from updates as they were trained."""
         return Traits(weighs_single_silos=False, exact_updates=True)
 
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """FedAvg's, and the numbers of steps."""
-        return super().uploads(silo) | {LocalSteps}
-
-    def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the numbers of steps.
-
-        Raises:
-            RemoteWireError: too many.
-        """
-        local_steps.check(payloads, self.context.training)
-
     def initial(self, theta: Tensor) -> State:
         """FedAvg's, and c = 0."""
         first, count = super().initial(theta), len(self.context.silos)
@@ -98,10 +86,6 @@ class Scaffold(fedavg.AnchoredFedAvg):
         """FedAvg's, and c."""
         control, counted = state.tensors[_CONTROL].numpy(), int(state.tensors[_COUNTED][silo.index])
         return (*super().task(state, silo), ControlVariate(self.context.layout.digest, control, counted))
-
-    def statistics(self, outcome: training.TrainingResult) -> tuple[Payload, ...]:
-        """FedAvg's, and the numbers of steps."""
-        return (*super().statistics(outcome), local_steps.payload(outcome.steps))
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with corrected steps; keeps the new c_i, and the one before until c counts this reply."""

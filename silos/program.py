@@ -18,6 +18,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.data.item_digests import item_digests
 from fedmq.encoders.gpu import release_unused_gpu_memory
 from fedmq.errors import RemoteWireError
+from fedmq.federation.noise import at_norm
 from fedmq.federation.participant import (
     FATAL_ERRORS,
     SiteData,
@@ -29,6 +30,7 @@ from fedmq.federation.participant import (
 )  # fmt: skip
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Traits
+from fedmq.federation.sums import with_bit
 from fedmq.profiling import span
 from fedmq.storage.logs import QUIET, Logger, open_log
 from fedmq.storage.run_folder import RunFolder
@@ -244,14 +246,16 @@ class ReadySilo:
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message that was agreed on; in a run with secure sums without its update."""
         header, method = message.header, self.silo.protocol
+        privacy = self.silo.scenario.privacy
         if self.sums is not None and header.kind is Kind.SUM:
-            return self.sums.respond(message, method.sum_layout())
+            return self.sums.respond(message, with_bit(method.sum_layout(), privacy))
         if header.kind is Kind.TASK:
             self.silo.check_budget(self.agreed.tasks)
         payloads = self.silo.respond(message)
         if self.sums is None or header.kind is not Kind.TASK:
             return payloads
-        return self.sums.withhold(header.base_version, payloads, method.sum_layout(), self.silo.facts)
+        layout, privacy = with_bit(method.sum_layout(), privacy), at_norm(privacy, message.payloads)
+        return self.sums.withhold(header.base_version, payloads, layout, self.silo.facts, privacy)
 
 
 def secure_sums_of(arguments: SiloArguments, identity: Identity, log: MessageLog) -> SecureSums | None:

@@ -17,16 +17,19 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from fedmq.config.privacy import Privacy
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import SiloFacts, SumLayout
+from fedmq.federation.noise import CLIP_BIT, noise_of, normal
+from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.sums import Scales, SumLayout, rows_of, scales
 from fedmq.federation.updates import read_only
 from fedmq.profiling import span
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, make_folder, write_atomically
 from fedmq.wire import secure_sum
 from fedmq.wire.codec import digest
-from fedmq.wire.keys import Identity
+from fedmq.wire.keys import Identity, noise_key
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Message
@@ -78,6 +81,7 @@ class _Kept:
     trained: tuple[str, ...]  # branches that it changes
     samples: int  # that the update was trained on
     support: I64  # samples behind each row [C]
+    privacy: Privacy  # the scenario's options, with the clip norm of the round
 
 
 class SecureSums:
@@ -99,6 +103,8 @@ class SecureSums:
         options = run.scenario.privacy.secure_aggregation
         assert options is not None  # noqa: S101 - made only for runs with secure aggregation
         self._options, self._run, self._identity, self._log = options, run.id, identity, log
+        self._privacy = run.scenario.privacy
+        self._noise = noise_key(identity) if self._privacy.noise_from == "key" else run.scenario.seed
         self._accepted = {**accepted, identity.name: identity.key.public_key()}  # a site need not accept its own key
         self._roster = secure_sum.roster_digest(str(keys), self._accepted, run.scenario.silo_names)
         self._secret = _kept_secret(RunFolder(out).silo_state(identity.name) / "sums.key")
@@ -109,27 +115,36 @@ class SecureSums:
         return RoundSecrets.derive(self._secret, self._run, version)
 
     def withhold(
-        self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts
+        self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts, privacy: Privacy
     ) -> tuple[Payload, ...]:
         """Keep the parts of a reply that go through the sum, and report on them instead.
+
+        Args:
+            version: of the model that the silo trained.
+            payloads: the reply, clipped but without noise.
+            layout: what the sum adds.
+            silo: this silo.
+            privacy: the scenario's options, with the clip norm of this round.
 
         Raises:
             RunError: a value is not finite, or larger than a sum allows.
         """
-        kept = self._kept = self._split(version, payloads, layout, silo)
+        kept = self._kept = self._split(version, payloads, layout, silo, privacy)
         own = self._own(version)
         report = secure_sum.report(
             self._identity, own, self._run, version, self._roster, kept.samples, kept.trained, kept.support
         )
         signed = {name: getattr(report, name).tobytes().hex() for name in ("keys", "commitment", "signature")}
-        self._log.note(LogEvent.SUM_KEYS, version=version, roster=report.roster, **signed)
+        through = ", ".join([*(each.KIND for each in payloads if type(each) in layout.kinds), *layout.bit * [CLIP_BIT]])
+        self._log.note(LogEvent.SUM_KEYS, version=version, roster=report.roster, through=through, **signed)
         return report, *(payload for payload in payloads if type(payload) not in layout.kinds)
 
-    def _split(self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts) -> _Kept:
+    def _split(
+        self, version: int, payloads: tuple[Payload, ...], layout: SumLayout, silo: SiloFacts, privacy: Privacy
+    ) -> _Kept:
         values, holds, trained, samples = dict[str, F32](), dict[str, bool](), list[str](), 0
         support = {kind: np.zeros(rows.count, np.int64) for kind, rows in layout.rows.items()}
         for payload in (each for each in payloads if type(each) in layout.kinds):
-            first, *others = tensors(payload)
             if isinstance(payload, Delta | PartialDelta):
                 whole = completed(payload, layout.layout, layout.layers, silo)
                 assert isinstance(whole, Delta | PartialDelta)  # noqa: S101 - completing a change gives one
@@ -138,23 +153,31 @@ class SecureSums:
                     values[name], holds[name] = change[part], aggregation.owns(silo, name)
                     if aggregation.trained(read_only(change), part, holds[name]):
                         trained.append(name)
+                if layout.bit:
+                    short = float(np.linalg.norm(change.astype(np.float64))) < (privacy.clip_norm or 0.0) * (1 - 1e-6)
+                    values[CLIP_BIT], holds[CLIP_BIT] = np.array([0.5 if short else -0.5], np.float32), True
             elif type(payload) in layout.changes:
-                values[payload.KIND], holds[payload.KIND] = first, True
+                values[payload.KIND], holds[payload.KIND] = tensors(payload)[0], True
             else:
-                support[type(payload)] = others[0]
-                for name, row, count in zip(layout.row_names(type(payload)), first, others[0], strict=True):
+                rows, support[type(payload)] = rows_of(payload)
+                names = layout.row_names(type(payload))
+                for name, row, count in zip(names, rows, support[type(payload)], strict=True):
                     values[name], holds[name] = row, bool(count)
-        for name, most in zip(layout.sizes, layout.bounds(self._options.range), strict=True):
+        for name, most, kind in zip(
+            layout.sizes, layout.bounds(self._options.range), layout.section_kinds, strict=True
+        ):
+            if (noise := noise_of(kind, privacy)) is not None and noise.noise_multiplier:
+                continue  # the clip norm bounds it
             section = values[name] if holds.get(name) else np.zeros(0, np.float32)
             found = float(np.max([-section.min(initial=0.0), section.max(initial=0.0)]))
             if not found <= most:
                 what = f"an update that changes a parameter by {found:.3g}, allowed: at most {most:g}, "
                 what += "privacy.secure_aggregation.range"
-                if name not in list(layout.sizes)[: layout.first_row]:  # the method bounds its rows
+                if name not in list(layout.sizes)[: layout.first_held]:  # the method bounds its rows
                     what = f"a row {name} with a value of {found:.3g}, allowed: at most {most:g}"
                 raise RunError(what)
         counts = [*support.values(), np.zeros(0, np.int64)]
-        return _Kept(version, values, holds, tuple(trained), samples, np.concatenate(counts))
+        return _Kept(version, values, holds, tuple(trained), samples, np.concatenate(counts), privacy)
 
     @span("compute")
     def respond(self, message: Message, layout: SumLayout) -> tuple[Payload, ...]:
@@ -171,7 +194,7 @@ class SecureSums:
                     self._log.note(LogEvent.SUM_SILOS, version=version, silos=", ".join(keys.silos))
                     return (self._shares(version, keys),)
                 case (SumKeys() as keys, SumWeights() as weights):
-                    return (self._masked(self._sum(version, keys, weights, layout), layout.layout.digest),)
+                    return (self._masked(self._sum(version, keys, weights, layout), layout),)
                 case (SumKeys() as keys, SumWeights() as weights, Survivors() as left, SealedShares() as shares):
                     return (self._revealed(self._sum(version, keys, weights, layout), left, shares),)
             raise refused("a step of a secure sum with other payloads")
@@ -222,28 +245,39 @@ class SecureSums:
             raise refused("weights for another layout")
         secure_sum.check_weights(weights, keys, self._identity.name, tuple(layout.sizes))
         secure_sum.check_policy(weights, self._options, self._least(keys), layout.first_row)
-        sizes, bounds = tuple(layout.sizes.values()), layout.bounds(self._options.range)
+        sizes, bounds = tuple(layout.sizes.values()), self._scales(version, keys, weights, layout).bounds
         return Sum(self._run, version, self._roster, keys, weights, sizes, bounds, layout.first_row)
 
-    def _masked(self, agreed: Sum, layout_digest: str) -> MaskedUpdate:
+    def _scales(self, version: int, keys: SumKeys, weights: SumWeights, layout: SumLayout) -> Scales:
+        kept = self._kept
+        privacy = self._privacy if kept is None or kept.version != version else kept.privacy
+        return scales(layout, privacy, weights.weights, self._least(keys))
+
+    def _masked(self, agreed: Sum, layout: SumLayout) -> MaskedUpdate:
         name, own, kept = self._identity.name, self._own(agreed.version), self._kept
         if kept is None or kept.version != agreed.version:
             raise refused("a masked update of a round in which this silo has trained nothing")
         sections, row = agreed.sections(name), agreed.row(name)
+        sent = self._scales(agreed.version, agreed.keys, agreed.weights, layout)
         total = np.empty(agreed.size(name), np.uint32)
         for place, where in sections.items():
             section = agreed.weights.branches[place]
             if not kept.holds.get(section):
                 # Its zeros would only make the sum look like one of more silos than it is.
                 raise refused(f"a weight in the sum of {section}, to which this silo has nothing to add")
-            secure_sum.fixed_point(kept.values[section], float(row[place]), agreed.bounds[place], total[where])
+            weight, bound = float(row[place]) * sent.factors[place], sent.bounds[place]
+            secure_sum.fixed_point(kept.values[section], weight, bound, total[where])
+            if share := sent.shares[place]:
+                drawn = normal(self._noise, (name, agreed.version, "sum", section), total[where])
+                drawn *= share * (secure_sum.STEPS / bound)
+                total[where] += np.rint(drawn, out=drawn).astype(np.int32).view(np.uint32)
         masks = [agreed.own_mask(name, own.own_seed, sign=1)]
         for other in agreed.weights.silos:
             if other != name:
                 masks.append(agreed.pair_mask(own.mask_key, name, other, sign=1))
                 masks += [agreed.row_mask(own.seal_key, name, other)] if agreed.first_row < len(agreed.sizes) else []
         secure_sum.add_masks(total, sections, masks)
-        return MaskedUpdate(layout_digest, total)
+        return MaskedUpdate(layout.layout.digest, total)
 
     def _revealed(self, agreed: Sum, left: Survivors, sealed: SealedShares) -> RevealedShares:
         name, own, keys = self._identity.name, self._own(agreed.version), agreed.keys

@@ -34,7 +34,7 @@ from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
 from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
-from fedmq.federation.noise import affordable_tasks, protected
+from fedmq.federation.noise import affordable_tasks, at_norm, protected
 from fedmq.federation.participant import (
     reportable,
 )  # fmt: skip
@@ -240,7 +240,13 @@ class Silo:
     def transform(self, payload: Payload, task: Task, *, idle: bool = False) -> Payload:
         """What is sent of a payload, see :func:`fedmq.federation.noise.protected`."""
         path = (self.facts.name, task.base_version, task.sequence)
-        return protected(payload, self.scenario.privacy, self._noise, path, idle=idle)
+        privacy, summed = at_norm(self.scenario.privacy, task.payloads), type(payload) in self._summed
+        return protected(payload, privacy, self._noise, path, idle=idle, summed=summed)
+
+    @cached_property
+    def _summed(self) -> frozenset[type[Payload]]:
+        """Payloads that go through secure sums."""
+        return frozenset() if self.scenario.privacy.secure_aggregation is None else self.protocol.sum_layout().kinds
 
     def compress(
         self, payloads: Sequence[Payload], state: Mapping[str, torch.Tensor], *, idle: bool = False

@@ -19,7 +19,8 @@ import typer.testing
 import yaml
 from hypothesis import HealthCheck, settings
 
-from tests import forked_programs
+from fedmq.launch.forkserver import CONTEXT
+from tests import forked_programs, unsynced
 
 torch.set_num_threads(1)
 # How long an example takes depends on the machine: in a new clone, Hypothesis first computes tables of characters.
@@ -79,7 +80,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs_are_forked() -> Iterator[None]:
+    """From a forkserver, whose processes do not wait for the disk either."""
+    preload = CONTEXT.set_forkserver_preload
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CONTEXT, "set_forkserver_preload", lambda names: preload([unsynced.__name__, *names]))
         patch.setattr(subprocess, "Popen", forked_programs.Popen)
         yield
 

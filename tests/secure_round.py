@@ -12,8 +12,10 @@ from coordinator.round_events import Arrived, Collect, Stage
 from coordinator.run_context import CostModel, RunContext
 from coordinator.secure_sums import Answer, SecureSums
 from fedmq.clock import VirtualClock
+from fedmq.config.privacy import Privacy
 from fedmq.config.sections import Cost
-from fedmq.federation.protocol import State, SumLayout, Update
+from fedmq.federation.protocol import State, Update
+from fedmq.federation.sums import SumLayout, with_bit
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import secure_sum
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
@@ -45,8 +47,12 @@ class Round:
     updates: dict[str, Update] = field(default_factory=dict)
 
     @property
+    def privacy(self) -> Privacy:
+        return self.context.scenario.privacy
+
+    @property
     def layout(self) -> SumLayout:
-        return self.context.protocol.sum_layout()
+        return with_bit(self.context.protocol.sum_layout(), self.privacy)
 
     def answer(self, silo: str, payloads: Sequence[Payload]) -> Payload:
         """What a silo answers in a step."""
@@ -67,7 +73,7 @@ class Round:
         for silo in self.context.context.silos:
             if silo.name in silos:
                 sent = tuple(shortened(each, self.layout.layout, silo) for each in self.replies[silo.name])
-                payloads = self.silos[silo.name].withhold(self.version, sent, self.layout, silo)
+                payloads = self.silos[silo.name].withhold(self.version, sent, self.layout, silo, self.privacy)
                 self.updates[silo.name] = Update(silo, 3, self.version, 0, 1.0, payloads)
         self.collect(Stage.TRAIN, {name: self.updates[name] for name in silos})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.functional import one_hot
@@ -26,6 +26,8 @@ OBJECTIVES = {
     "fedcafe": Objective(base="dcmh", bits=8, hidden=16),
     "plfedcmh": Objective(base="shdch", bits=8, hidden=16),
 }
+#: adapters of methods that need a certain kind
+ADAPTERS = {"pfedmma": "mma", "ffalora": "lora", "fedsalora": "lora"}
 #: paired, image only, text only, paired
 MIXED = ((True, True), (True, False), (False, True), (True, True))
 
@@ -114,8 +116,8 @@ def population(
     silos = tuple(SiloFacts(f"silo-{i:02d}", i, image, text) for i, (image, text) in enumerate(kinds))
     inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
     if objective.base == "info_nce":
-        adapter: Literal["mma", "bottleneck"] = "mma" if name == "pfedmma" else "bottleneck"
-        backbone = Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter)
+        settings = {"name": "features", "bottleneck": 4, "head_std": 0.2, "adapter": ADAPTERS.get(name, "bottleneck")}
+        backbone = Backbone.model_validate(settings)
         model, another = (build(backbone, inputs, seed) for _ in range(2))
     else:
         features = Backbone(name="features")

@@ -20,6 +20,7 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload
 from fedmq.wire.secure_sum import IN_CLEAR
 from silos.program import ReadySilo
+from tests.small_federation import ADAPTERS
 from tests.test_protocols_sums import ALL
 from tests.threaded_run import resolved, run
 
@@ -142,7 +143,7 @@ OF: Mapping[str, tuple[str, ...]] = {
     ),
     "fedscmr": ("objective={base: dscmr, bits: 16, hidden: 16, enhance: true}",),
     "fedcmr": ("objective={base: dscmr, bits: 16, hidden: 16, leaky: true}",),
-    "pfedmma": ("backbone.adapter=mma",),
+    **{name: (f"backbone.adapter={kind}",) for name, kind in ADAPTERS.items()},
 }
 LABELLED = ("fedhap", "fedcafe", "fedscmr")
 

@@ -1,17 +1,23 @@
-"""A second process with the key of a silo that takes part is refused, unless the first one is silent."""
+"""Two sessions of one silo: a second process is refused unless the first is silent; a late one joins again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from coordinator.data_admission import SimulatedAdmission
 from coordinator.peers import Ready
+from fedmq.data.splits import SPLITS
 from fedmq.wire.channel import BEAT_SECONDS, DISPLACED, LOST_BEATS
-from fedmq.wire.messages import Kind
-from fedmq.wire.payloads import Error
-from tests.roster_ends import Ends, header, received, roster_ends, sealed
+from fedmq.wire.handshake import initiate
+from fedmq.wire.keys import load_identity
+from fedmq.wire.messages import COORDINATOR, Kind
+from fedmq.wire.payloads import DataStatement, Error
+from fedmq.wire.sessions import Session
+from tests.roster_ends import RUN, Ends, header, received, roster_ends, sealed
 from tests.waiting import PATIENCE, wait_for
 
 SILO = "silo-00"
@@ -57,6 +63,29 @@ def test_a_new_process_joins_once_the_first_one_is_silent(ends: Ends, lost: bool
     assert ends.beat(there, second) is None, "it joins once"
     for connection in (here, there):
         connection.close()
+
+
+@pytest.mark.parametrize("after", ["welcome", "ready"])
+def test_a_session_that_is_lost_does_not_end_the_next_one_on_its_connection(tmp_path: Path, after: str) -> None:
+    stated = DataStatement("a" * 64, 3, np.ones((len(SPLITS), 3), np.int64))
+    with roster_ends(tmp_path, admission=SimulatedAdmission({SILO: stated}, RUN)) as ends:
+        here = ends.connect()
+        ends.take(here, statement(ends.joined(here), stated))
+        assert ends.roster.online(SILO)
+        hello, initiated = initiate(load_identity(ends.keys, SILO), COORDINATOR, RUN, 0.0)
+        welcome = ends.passes(here, hello)
+        if after == "welcome":
+            ends.roster.drop(SILO)
+        session = ends.completed(initiated, here, welcome)
+        assert session is not None
+        ends.roster.drop(SILO)
+        ends.take(here, statement(session, stated))
+        assert ends.roster.online(SILO) and not ends.roster.refused
+        here.close()
+
+
+def statement(session: Session, stated: DataStatement) -> tuple[bytes, ...]:
+    return sealed(session, header(session, Kind.STATEMENT, 0), (stated,))
 
 
 def test_the_successor_of_a_killed_process_joins_at_once(ends: Ends) -> None:

@@ -89,12 +89,12 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_gives_the_sa
         ("compression.updates.kind=int8", "compression.updates.kind none, not int8", "cannot be compressed"),
         ("launcher=inline", "launcher local or none, not inline", "their own keys"),
         (
-            "privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1.0}",
-            "noise_multiplier 0.0, not 1.0",
-            "epsilon",
+            "privacy={secure_aggregation: true, clip_norm: 1.0, noise_multiplier: 1000}",
+            "privacy.noise_multiplier 0, or 0.01 to 256, not 1000",
+            "steps of the fixed point",
         ),
         ("privacy.secure_aggregation=null", "step mask", "needs privacy.secure_aggregation"),
-        ("protocol=fedproto", "with fedproto: its merge is more than a weighted sum", "fedavg, "),
+        ("protocol=fedproto", ".yaml: privacy.secure_aggregation: found 'with fedproto: its merge", "fedavg, "),
     ],
 )
 def test_what_has_no_secure_sum_is_refused_by_name(

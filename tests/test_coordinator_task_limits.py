@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from coordinator.liveness import Absences, TaskLimits
+from coordinator.liveness import Absences, AnswerLimit, TaskLimits
 from coordinator.round_events import PendingTask
 from fedmq.config.scenario import Scenario
+from fedmq.evaluation.program import Evaluator
 from fedmq.runs.status import SiloPhase, read_status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import Loss
+from fedmq.wire.payloads import Loss, Metrics, Payload
 from fedmq.wire.sessions import open_message, seal_message
+from silos.tasks import Silo
 from tests.in_process_run import notes
 from tests.threaded_run import joined, resolved, run
 from tests.waiting import wait_for
@@ -122,8 +124,15 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_silo_that_sends_heartbeats_but_never_replies_does_not_stall_the_run(
-    tiny: Path, tmp_path: Path, settings: tuple[str, ...]
+    tiny: Path, tmp_path: Path, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit = TaskLimits.limit
+
+    def sooner(limits: TaskLimits, silo: str) -> float:
+        assert limit(limits, silo) == 10.0
+        return 0.5 if silo == "silo-00" else 10.0
+
+    monkeypatch.setattr(TaskLimits, "limit", sooner)
     scenario = resolved(tiny, "participation=1", "aggregation.task_limit=10", *settings)
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[beating(scenario)])
     assert outcome.summary is not None
@@ -140,16 +149,27 @@ def test_a_silo_that_sends_heartbeats_but_never_replies_does_not_stall_the_run(
 def test_a_silo_that_never_answers_an_evaluation_request_is_given_up(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from silos.tasks import Silo
-
-    measure = Silo.measure
+    measure, evaluate, limit = Silo.measure, Evaluator.evaluate, AnswerLimit.limit.fget
+    answers: list[str] = []
 
     def hanging(silo: Silo, message: Message) -> object:
         if silo.facts.name == "silo-00":
             wait_for((tmp_path / "summary.json").exists)
+        answers.append(silo.facts.name)
         return measure(silo, message)
 
+    def evaluating(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+        answers.append("evaluator")
+        return evaluate(evaluator, payloads)
+
+    def sooner(each: AnswerLimit) -> float:
+        """Two seconds instead of ten once all others answer: three silos, and the evaluator twice."""
+        assert limit is not None and limit(each) == 10.0
+        return 2.0 if len(answers) >= 5 else 10.0
+
     monkeypatch.setattr(Silo, "measure", hanging)
+    monkeypatch.setattr(Evaluator, "evaluate", evaluating)
+    monkeypatch.setattr(AnswerLimit, "limit", property(sooner))
     settings = ("protocol=local", "rounds=1", "participation=1", "aggregation.task_limit=10")
     outcome = run(resolved(tiny, *settings), tmp_path)
     assert outcome.summary is not None

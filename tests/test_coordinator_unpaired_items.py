@@ -15,7 +15,7 @@ from fedmq.errors import InputError
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import SiloFacts
 from tests import in_process_run
-from tests.small_federation import OBJECTIVES, population
+from tests.small_federation import ADAPTERS, OBJECTIVES, population
 from tests.threaded_run import resolved
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def run(tiny: Path, out: Path, data: Path, *settings: str) -> dict[str, Any]:
 def of_method(name: str) -> tuple[str, ...]:
     """Settings under which a method can run on the features."""
     objective = OBJECTIVES.get(name)
-    adapter = ("backbone.adapter=mma",) if name == "pfedmma" else ()
+    adapter = (f"backbone.adapter={ADAPTERS[name]}",) if name in ADAPTERS else ()
     chosen = () if objective is None else (f"objective={json.dumps(objective.model_dump(mode='json'))}",)
     return (f"protocol={{name: {name}}}", *chosen, *adapter)
 

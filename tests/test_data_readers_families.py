@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -149,17 +148,3 @@ def test_other_columns_are_refused_with_the_columns_that_exist() -> None:
 
 def test_without_a_column_the_set_has_no_sites() -> None:
     assert families.read_families(Data(name="families")).column is None
-
-
-@pytest.mark.parametrize("package", ["faicons", "lucide", "tablericons", "justmyresource_mdi", "resvg_py"])
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    for cached in (families.icons, families.load_items):
-        cached.cache_clear()
-    with pytest.raises(InputError, match=package) as error:
-        families.load_items() and families.render("tabler-outline/pin")
-    assert "pip install -e '.[embedded]'" in str(error.value)
-    for cached in (families.icons, families.load_items):
-        cached.cache_clear()

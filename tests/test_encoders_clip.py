@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,14 +82,17 @@ def captions(tiny: Path) -> torch.Tensor:
     return torch.from_numpy(clip.tokenise(str(tiny), ["a dog", "two cats on a mat", "a red car"]))
 
 
-def reference(tiny: Path, cache: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """open_clip's own encoders with the same weights."""
+def reference(
+    tiny: Path, cache: Path, changes: Mapping[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """open_clip's own encoders with the same weights, and with changes of some of them."""
     found = clip_weights.weights(backbone(tiny), 0, cache)
     model = open_clip.model.CLIP(**TINY).eval()
     state: dict[str, torch.Tensor] = {}
     for modality in ("image", "text"):
         state |= safetensors.torch.load_file(found.folder / f"{modality}.safetensors")
     # The causal mask is in the files: no state dict holds it and a module on the meta device cannot compute it.
+    state |= {name: state[name] + change for name, change in (changes or {}).items()}
     result = model.load_state_dict(state, strict=False)
     assert result.unexpected_keys == ["attn_mask"]
     assert result.missing_keys == ["logit_scale"]
@@ -115,8 +118,9 @@ def test_a_silo_trains_the_papers_model_with_image_weights_alone(tmp_path: Path)
     assert not gradient_of(model)[model.branch("text")].any()
 
 
-def test_with_zero_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path) -> None:
-    model = make(tiny, cache, head="residual", adapter_std=0.0, head_std=0.0)
+@pytest.mark.parametrize("adapter", ["bottleneck", "lora"])
+def test_with_zero_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path, adapter: str) -> None:
+    model = make(tiny, cache, head="residual", adapter_std=0.0, head_std=0.0, adapter=adapter)
     image, text = reference(tiny, cache)
     assert torch.allclose(model.image(PIXELS), F.normalize(image, dim=-1), atol=1e-5)
     assert torch.allclose(model.caption(captions(tiny)), F.normalize(text, dim=-1), atol=1e-5)
@@ -149,6 +153,31 @@ def test_an_adapter_follows_every_block_as_in_the_paper(tiny: Path, cache: Path)
         hidden = F.gelu(x @ parameters[f"{at}.down.weight"].T + parameters[f"{at}.down.bias"])
         wanted = x + hidden @ parameters[f"{at}.up.weight"].T + parameters[f"{at}.up.bias"]
         assert torch.allclose(adapted, wanted, atol=1e-5)
+
+
+def test_low_rank_adapters_change_the_weights_of_queries_and_values(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache, head="residual", head_std=0.0, adapter="lora", adapter_scale=2.0)
+    assert not any(view.any() for name, view in model.named_parameters() if ".up." in name)
+    model.load(torch.randn(model.flat.shape, generator=torch.Generator().manual_seed(3)) / 8)
+    for place in model.layout.ranges(entry.name for entry in model.layout.entries if ".head." in entry.name):
+        model.flat.detach()[place] = 0.0
+    held = {name: value.detach() for name, value in model.named_parameters() if ".adapters." in name}
+    changes = {}
+    for tower, blocks in (("visual.", 3), ("text.", 2)):
+        for i in range(blocks):
+            q, v = (held[f"{tower}adapters.{i:02d}.{of}.up.weight"] @ held[f"{tower}adapters.{i:02d}.{of}.down.weight"]
+                    for of in ("query", "value"))  # fmt: skip
+            name = f"{tower.replace('text.', '')}transformer.resblocks.{i}.attn.in_proj_weight"
+            changes[name] = 2 * torch.cat([q, 0 * q, v])
+    image, text = reference(tiny, cache, changes)
+    for found, wanted, plain in zip(
+        (model.image(PIXELS), model.caption(captions(tiny))), (image, text), reference(tiny, cache), strict=True
+    ):
+        torch.testing.assert_close(found, F.normalize(wanted, dim=-1), atol=1e-5, rtol=0)
+        assert not torch.allclose(wanted, plain, atol=1e-2)
+    (model.image(PIXELS) @ model.caption(captions(tiny)).T).trace().backward()
+    assert all(value.grad is not None and value.grad.any() for name, value in model.named_parameters() if name in held)
+    assert not any(value.requires_grad for name, value in model.named_parameters() if ".frozen." in name)
 
 
 @pytest.mark.parametrize("adapter", ["bottleneck", "mma"])
@@ -406,6 +435,8 @@ def test_an_unusable_model_is_refused_by_name(tmp_path: Path, chosen: Backbone, 
 def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str = "RN50") -> None:
     with pytest.raises(InputError, match=rf"adapter_site.*{name}.*feature"):
         clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
+    with pytest.raises(InputError, match=r"backbone\.adapter.*lora with EVA02-B-16.*bottleneck"):
+        clip_two_tower.adapted(Backbone(name="EVA02-B-16", adapter_site="blocks", head="mlp", adapter="lora"))
 
 
 @pytest.mark.parametrize("name", ["vit_medium_patch16_gap_256", "EVA02-B-16"])

@@ -22,7 +22,7 @@ from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
 from tests import data_set_folders, in_process_run
 from tests.pretend_gpu import Far, pretended
-from tests.small_federation import OBJECTIVES
+from tests.small_federation import ADAPTERS, OBJECTIVES
 from tests.test_encoders_clip import TINY
 from tests.threaded_run import resolved
 
@@ -73,7 +73,7 @@ def fitting(name: str) -> list[str]:
     """Objective and backbone settings that a method requires."""
     base = OBJECTIVES.get(name)
     settings = [f"objective={json.dumps(base.model_dump(mode='json', exclude_unset=True))}"] if base else []
-    return settings + (["backbone.adapter=mma"] if name == "pfedmma" else [])
+    return settings + ([f"backbone.adapter={ADAPTERS[name]}"] if name in ADAPTERS else [])
 
 
 @pytest.mark.parametrize("name", protocols.names())
@@ -112,7 +112,13 @@ def test_personal_state_is_the_same_on_a_gpu_as_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    "more", [{"adapter_site": "blocks"}, {"adapter_site": "feature"}, {"adapter_site": "blocks", "adapter": "mma"}]
+    "more",
+    [
+        {"adapter_site": "blocks"},
+        {"adapter_site": "feature"},
+        {"adapter_site": "blocks", "adapter": "mma"},
+        {"adapter_site": "blocks", "adapter": "lora"},
+    ],
 )
 def test_an_open_clip_model_computes_the_same_on_a_gpu_as_on_the_cpu(
     more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +135,7 @@ def test_an_open_clip_model_computes_the_same_on_a_gpu_as_on_the_cpu(
                 "backbone": backbone,
                 "silos": {"count": 1},
                 "partition": {"kind": "iid"},
-                "protocol": "pfedmma" if "adapter" in more else "rcsr",
+                "protocol": {"mma": "pfedmma", "lora": "ffalora"}.get(more.get("adapter", ""), "rcsr"),
             }
         )
     )

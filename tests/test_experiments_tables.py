@@ -420,6 +420,23 @@ def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over
     assert {trace.mode for trace in bands} == {"lines"}, "a band has no points of its own"
 
 
+def test_recall_is_plotted_against_the_epsilon_of_the_runs_that_have_one(tiny: Path, tmp_path: Path) -> None:
+    varied, outcomes = entries(tiny, ["rounds=2,3,4"]), {}
+    for entry, (recall, epsilon) in zip(varied, ((0.3, None), (0.2, 9.0), (0.1, 2.0)), strict=True):
+        folder = RunFolder(tmp_path / str(recall))
+        finish(folder, recall)
+        summary_file = json.loads(folder.summary.read_text())
+        spent = {} if epsilon is None else {"privacy": {"epsilon": epsilon, "delta": 1e-5, "tasks": 2}}
+        folder.summary.write_text(json.dumps(summary_file | spent))
+        outcomes[entry.name] = {0: results.read(folder)}
+    plan = ComparisonPlan(varied, (0,), ("mean_r1", plots.EPSILON))
+    rows = made_rows.rows(plan, dict.fromkeys(outcomes, ()), outcomes)
+    figures = drawn(plots.page(rows, "title", "", tables.grid(rows, plan)))
+    (line,) = figures[0].data
+    assert figures[0].layout.xaxis.type == "log"
+    assert (list(line.x), list(line.y)) == ([2.0, 9.0], [0.1, 0.2]), "the run without noise has no epsilon"
+
+
 def test_the_spread_over_silos_has_a_curve_and_a_value_measured_once_has_none(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)

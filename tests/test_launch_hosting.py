@@ -16,7 +16,9 @@ from fedmq.config import resolve as scenarios
 from fedmq.launch.processes import Limits, plan_hosting
 from fedmq.packages import __version__
 from fedmq.wire.log_records import NoteRecord, read_log
+from tests import in_process_run
 from tests.command_line import completed
+from tests.threaded_run import resolved
 from tests.waiting import PATIENCE
 
 FEDMQ = str(Path(sys.executable).parent / "fedmq")
@@ -74,9 +76,7 @@ def finished(tiny: Path, out: Path, *options: str, files: int | None = None) -> 
 
 
 @pytest.mark.slow
-def test_hosted_silos_give_the_model_of_silos_in_separate_processes_under_faults_too(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_hosted_silos_give_the_model_of_a_run_in_one_process_under_faults_too(tiny: Path, tmp_path: Path) -> None:
     faults = (
         "{kind: crash, silos: [silo-00], rounds: [1, 1]}",
         "{kind: freeze, silos: [silo-01], rounds: [2, 2], seconds: 1}",
@@ -85,16 +85,15 @@ def test_hosted_silos_give_the_model_of_silos_in_separate_processes_under_faults
     # Batches that give a task several steps: a run of single steps ends with a warning.
     steps = ("--set", "participation=1.0", "--set", "training.batch_size=8")
     options = ("--set", f"faults=[{', '.join(faults)}]", *steps)
-    separate, _ = finished(tiny, tmp_path / "separate", *options)
     hosted, said = finished(tiny, tmp_path / "hosted", *options, "--set", "silos.hosts=2")
-    assert hosted["model_digest"] == separate["model_digest"] and not said
+    called = in_process_run.run(resolved(tiny, *options[1::2]), tmp_path / "called").summary
+    assert hosted["model_digest"] == called.model_digest and not said
     record = (tmp_path / "hosted" / "messages" / "coordinator.jsonl").read_text()
     assert record.replace(" ", "").count('"event":"fault"') >= 3
-    for folder in ("separate", "hosted"):
-        logs = {path.stem: read_log(path) for path in (tmp_path / folder / "messages").glob("*.jsonl")}
-        assert logs.keys() == {"coordinator", "evaluator", "silo-00", "silo-01", "silo-02", "silo-03"}
-        for log in logs.values():  # every process begins its log with its version
-            assert isinstance(first := next(log)[1], NoteRecord) and first.facts["program"] == __version__
+    logs = {path.stem: read_log(path) for path in (tmp_path / "hosted" / "messages").glob("*.jsonl")}
+    assert logs.keys() == {"coordinator", "evaluator", "silo-00", "silo-01", "silo-02", "silo-03"}
+    for log in logs.values():  # every process begins its log with its version
+        assert isinstance(first := next(log)[1], NoteRecord) and first.facts["program"] == __version__
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -28,7 +29,7 @@ FEDMQ = str(Path(sys.executable).parent / "fedmq")
 
 
 def scenario(path: Path, *options: str) -> dict[str, Any]:
-    """Run or resume a scenario; returns its summary."""
+    """Run or resume a scenario; returns its summary, and what it said on standard error."""
     done = subprocess.run(
         [FEDMQ, "scenario", str(path), "--json", "--quiet", *options],
         capture_output=True,
@@ -37,15 +38,34 @@ def scenario(path: Path, *options: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(done.stdout)) | {"said": done.stderr}
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("runs") / "reference"
-    summary = scenario(tiny, "--out", str(out), "--set", "rounds=12")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log for operators of the reference."""
+    return tmp_path_factory.mktemp("runs") / "run.log"
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, log: Path) -> dict[str, Any]:
+    out = log.with_name("reference")
+    logs = ("--log-file", str(log), "--log-format", "json")
+    summary = scenario(tiny, "--out", str(out), "--set", "rounds=12", *logs)
     assert not audit_run(out).findings
     return summary
+
+
+def test_all_processes_of_a_scenario_log_to_one_file(log: Path, reference: dict[str, Any]) -> None:
+    found, silos = [json.loads(line) for line in log.read_text().splitlines()], set(reference["per_silo"])
+    assert re.fullmatch("every task is one optimiser step.*\n", reference["said"]), "a remark on the result, no log"
+    assert {line["process"] for line in found} == {"coordinator", "evaluator", *silos}
+    assert [line["round"] for line in found if line["event"] == "merged"] == [*range(1, 13)]
+    by_coordinator = [
+        (line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line
+    ]
+    assert {peer for event, peer in by_coordinator if event == "connected"} == {"evaluator", *silos}
+    assert {peer for event, peer in by_coordinator if event == "joined"} == silos
 
 
 def test_processes_and_threads_give_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from protocols.parts.personal_model import OWN
 from tests import in_process_run
 from tests.foreign.training import Array, Options, Parameters, Tower, _batch
 from tests.replies import payload_of, with_payload
-from tests.small_federation import SmallFederation, population
+from tests.small_federation import ADAPTERS, SmallFederation, population
 from tests.threaded_run import resolved
 
 RATE, STEPS = 0.2, 3
@@ -308,12 +308,20 @@ CRASH = "faults=[{kind: coordinator_crash, after_round: 2}, {kind: coordinator_c
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("fedopt", "sync"), ("scaffold", "buffered"), ("fednova", "sync"), ("ditto", "sync"), ("fedrep", "sync")],
+    [
+        ("fedopt", "sync"),
+        ("scaffold", "buffered"),
+        ("fednova", "sync"),
+        ("ditto", "sync"),
+        ("fedrep", "sync"),
+        ("ffalora", "buffered"),
+        ("fedsalora", "sync"),
+    ],
 )
 def test_a_run_that_was_killed_and_resumed_gives_the_same_models(
     tiny: Path, tmp_path: Path, name: str, mode: str
 ) -> None:
-    settings = (f"protocol={name}", f"aggregation.mode={mode}")
+    settings = (f"protocol={name}", f"aggregation.mode={mode}", f"backbone.adapter={ADAPTERS.get(name, 'bottleneck')}")
     whole = in_process_run.run(resolved(tiny, *settings), tmp_path / "whole").summary
     killed = in_process_run.run_restarted(resolved(tiny, *settings, CRASH), tmp_path / "killed").summary
     assert whole is not None

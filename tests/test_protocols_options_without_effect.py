@@ -19,7 +19,7 @@ from protocols.parts import personal_adapter
 from protocols.parts.personal_model import OWN
 from tests.command_line import completed
 from tests.in_process_jobs import run_jobs_here
-from tests.small_federation import OBJECTIVES, population
+from tests.small_federation import ADAPTERS, OBJECTIVES, population
 from tests.threaded_run import resolved, run_of
 
 METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Options, "OF")]
@@ -75,7 +75,7 @@ def cases() -> Iterator[tuple[str, str, list[str]]]:
         kind = protocols.load(name).Options
         names = [field.name for field in dataclasses.fields(kind)]
         for condition, patterns in kind.OF.items():
-            if name == "pfedmma" and condition == "objective.base=info_nce":
+            if name in ADAPTERS and condition == "objective.base=info_nce":
                 continue  # it refuses every other base
             options = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
             assert all(options.values()), f"{name}: no option is called like one of {patterns}"

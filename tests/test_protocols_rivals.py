@@ -5,17 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import protocols
+from fedmq.config.scenario import Objective, ProtocolChoice
+from fedmq.errors import InputError
 from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import PartialDelta
 from protocols import creamfl, fedmekt, mfcpl, moon
+from protocols.objectives import dchmt, dnph, dsph
 from protocols.parts import aggregation, training
 from protocols.parts.class_prototypes import Shared
 from protocols.parts.personal_model import OWN
 from tests.golden_checks import Inputs, inputs, t
 from tests.replies import payload_of
-from tests.small_federation import population
+from tests.small_federation import DIM, SmallFederation, population
 
 
 @pytest.fixture(name="x")
@@ -155,3 +160,137 @@ def test_creamfl_sums_the_contrast_between_modalities_and_averages_the_one_withi
     found = terms(training.Step(rows, None, lambda *_: torch.zeros(())), *outs)
     assert found is not None
     assert float(found) == pytest.approx(expected, rel=1e-9)
+
+
+# --------------------------------------------------------------------------------------- hash bases on features of CLIP
+def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1))
+
+
+def dchmt_of(pairs: list[tuple[np.ndarray, np.ndarray]], shared: np.ndarray) -> float:
+    """The official code's loss, of the softmax of two outputs per bit."""
+    total, most = 0.0, np.sqrt(2 * pairs[0][0].shape[1] * 0.25)
+    for a, b in ([np.exp(log_softmax(np.stack([u, 0 * u], -1))).reshape(len(u), -1) for u in pair] for pair in pairs):
+        near = distance(a, b)
+        apart = most * (1 - shared) - np.minimum(near * (1 - shared), most)
+        total += ((near * shared) ** 2).mean() + (apart**2).mean()
+    return total
+
+
+def dnph_of(pairs: list[tuple[np.ndarray, np.ndarray]], shared: np.ndarray) -> float:
+    count, total = shared.size / shared.sum(), 0.0
+    for near in ((unit(a) @ unit(b).T + 1) / 2 for a, b in pairs):
+        total += ((shared * near - 1) ** 2 + near**2 / count).sum() - (shared == 0).sum()
+    return total
+
+
+def dsph_of(codes: list[np.ndarray], proxies: np.ndarray, labels: np.ndarray, alpha: float, zeta: float) -> float:
+    total, items = 0.0, range(len(labels))
+    several = [(i, j) for i in items for j in items if min(labels[i].sum(), labels[j].sum()) > 1]
+    irrelevant = [(i, j) for i, j in several if not (labels[i] * labels[j]).any()]
+    for code in codes:
+        near = unit(code) @ unit(proxies).T
+        total += (1 - near[labels == 1]).mean() + np.maximum(near[labels == 0] - zeta, 0).mean()
+    pairs = [(code, code) for code in codes] + ([(codes[0], codes[1])] if len(codes) == 2 else [])
+    for a, b in pairs:
+        total += alpha * np.mean([max(0.0, unit(a[i]) @ unit(b[j]) - zeta) for i, j in irrelevant])
+    return total
+
+
+@pytest.mark.parametrize("has", [(True, True), (True, False), (False, True)])
+def test_the_losses_of_the_hash_bases_on_features_of_clip(has: tuple[bool, bool]) -> None:
+    drawn = np.random.default_rng(0)
+    labels = (drawn.random((9, 5)) < 0.4).astype(float)
+    shared, held = (labels @ labels.T > 0).astype(float), [drawn.normal(size=(9, 8)) if each else None for each in has]
+    codes, proxies = [each for each in held if each is not None], drawn.normal(size=(5, 8))
+    pairs = [(each, each) for each in codes] + ([(codes[0], codes[1])] if len(codes) == 2 else [])
+    image, text = (None if each is None else t(each) for each in held)
+    outs = [
+        None if each is None else Out(each, each, each, F.normalize(each) @ F.normalize(t(proxies)).T)
+        for each in (image, text)
+    ]
+    found = {
+        "dchmt": (dchmt.loss(image, text, t(labels), 0.25), dchmt_of(pairs, shared)),
+        "dnph": (dnph.loss(image, text, t(labels)), dnph_of(pairs, shared)),
+        "dsph": (
+            dsph.loss(dsph.Options(alpha=0.7, zeta=0.2), outs[0], outs[1], t(labels)),
+            dsph_of(codes, proxies, labels, 0.7, 0.2),
+        ),
+    }
+    for base, (value, wanted) in found.items():
+        assert float(value) == pytest.approx(wanted, rel=1e-12), base
+
+
+def test_dsphs_proxies_are_shared_by_both_towers_and_trained() -> None:
+    run = population("fedavg", objective=Objective(base="dsph", bits=8, hidden=16))
+    (place,) = run.model.layout.ranges(["shared.head.weight"])
+    before = run.state.theta[place].clone()
+    for modality, width in (("image", DIM), ("text", DIM)):
+        out = run.model.outputs(modality, torch.ones(2, width))  # type: ignore[arg-type]
+        assert out.logits is not None
+        cosine = F.normalize(out.code) @ F.normalize(before.view(-1, 8)).T
+        torch.testing.assert_close(out.logits, cosine)
+    run.round()
+    assert not torch.equal(run.state.theta[place], before)
+
+
+# --------------------------------------------------------------------------------------------------------------- LoRA
+def factors(run: SmallFederation, theta: torch.Tensor, tower: str) -> list[np.ndarray]:
+    """B and A of a tower's adapter."""
+    views = run.model.layout.views(np.ascontiguousarray(theta.numpy()))
+    return [views[f"{tower}.adapters.00.{name}.weight"].astype(np.float64) for name in ("up", "down")]
+
+
+def test_low_rank_adapters_on_features_add_their_product() -> None:
+    run = population("ffalora")
+    run.model.load(torch.randn(run.model.flat.shape, generator=torch.Generator().manual_seed(0)))
+    (up, down), x = factors(run, run.model.flat.detach(), "visual"), torch.randn(5, DIM)
+    adapter = run.model.visual.adapters["00"]  # type: ignore[union-attr, index]
+    np.testing.assert_allclose(adapter(x).detach(), x.numpy() @ (np.eye(DIM) + 0.5 * up @ down).T, rtol=1e-4, atol=1e-4)
+
+
+def test_with_ffa_lora_the_mean_of_the_silos_products_is_the_product_of_the_means() -> None:
+    run = population("ffalora", kinds=((True, True),) * 3, sizes=(11, 9, 5))
+    start = {tower: factors(run, run.state.theta, tower)[1] for tower in ("visual", "text")}
+    for _ in range(3):
+        replies = run.replies()
+        products: dict[str, list[np.ndarray]] = {"visual": [], "text": []}
+        for reply in replies:
+            update = payload_of(reply, PartialDelta)
+            assert update.names and not any(".down." in name for name in update.names)
+            zero, change = torch.zeros_like(run.state.theta), torch.from_numpy(update.buffer.copy())
+            own = run.state.theta + aggregation.inserted(zero, run.model.layout, update.names, change)
+            for tower, of in products.items():
+                up, down = factors(run, own, tower)
+                of.append(up @ down)
+        run.state, run.version = run.protocol.merge(run.state, replies, run.version).state, run.version + 1
+        for tower, of in products.items():
+            up, down = factors(run, run.state.theta, tower)
+            np.testing.assert_array_equal(down, start[tower])
+            np.testing.assert_allclose(up @ down, np.average(of, axis=0, weights=(11, 9, 5)), rtol=1e-4, atol=1e-7)
+            assert np.abs(up).max() > 1e-4
+    assert not run.protocol.traits().personalised
+
+
+def test_with_fedsa_lora_a_is_averaged_and_b_and_heads_stay_at_the_silo() -> None:
+    run = population("fedsalora", kinds=((True, True),) * 3, sizes=(11, 9, 5))
+    for _ in range(2):
+        before, replies = run.state.theta, run.replies()
+        updates = [payload_of(reply, PartialDelta) for reply in replies]
+        assert {name for update in updates for name in update.names} == {
+            f"{tower}.adapters.00.down.weight" for tower in ("visual", "text")
+        }
+        mean = np.average([update.buffer.astype(np.float64) for update in updates], axis=0, weights=(11, 9, 5))
+        run.state, run.version = run.protocol.merge(run.state, replies, run.version).state, run.version + 1
+        change = aggregation.extract(run.state.theta - before, run.model.layout, updates[0].names)
+        np.testing.assert_allclose(change.numpy(), mean, rtol=1e-3, atol=1e-7)
+        assert np.abs(mean).max() > 1e-5
+    assert not factors(run, run.state.theta, "text")[0].any()
+    kept = [run.personal[i][OWN] for i in range(3)]
+    assert not torch.equal(kept[0], kept[1]) and kept[0].any()
+
+
+@pytest.mark.parametrize("name", ["ffalora", "fedsalora"])
+def test_lora_methods_need_low_rank_adapters(name: str) -> None:
+    with pytest.raises(InputError, match=r"backbone\.adapter: .*allowed: lora"):
+        protocols.create(ProtocolChoice(name=name), population("fedavg").context)

@@ -15,7 +15,7 @@ from coordinator.round_events import Stage
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.protocol import defines_sum, why_no_sum
 from fedmq.wire import secure_sum
-from fedmq.wire.payloads import ClassPrototypes, SumWeights
+from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, SumWeights
 from protocols.parts import class_prototypes
 from tests.secure_round import KINDS, NAMES, SIZES, Round, begin
 from tests.small_federation import population
@@ -47,9 +47,14 @@ def test_the_methods_with_a_sum() -> None:
     assert not {"fedproto", "fedbridge", "plfedcmh", "local"} & set(ALL)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_sum_is_the_plain_merge_but_for_fixed_point(tiny: Path, tmp_path: Path, name: str) -> None:
-    federation = population(name, OPTIONS.get(name), kinds=KINDS, sizes=SIZES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, OPTIONS.get(name)) for name in ALL), ("rcsr", {"router": False}), ("rcsr", {"router": "uniform"})],
+)
+def test_a_sum_is_the_plain_merge_but_for_fixed_point(
+    tiny: Path, tmp_path: Path, name: str, options: Mapping[str, object] | None
+) -> None:
+    federation = population(name, options, kinds=KINDS, sizes=SIZES)
     federation.round()
     replies = {silo.name: federation.train(silo).payloads for silo in federation.eligible}
     anyone = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"
@@ -63,10 +68,12 @@ def test_a_sum_is_the_plain_merge_but_for_fixed_point(tiny: Path, tmp_path: Path
     assert torch.allclose(mine.theta, plain.theta, rtol=0, atol=1e-6)
     assert mine.values == plain.values and mine.tensors.keys() == plain.tensors.keys()
     for tensor, expected in plain.tensors.items():
-        if name not in ROWS or not tensor.startswith("table_"):
+        if (name not in ROWS and not options) or not tensor.startswith("table_"):
             assert torch.allclose(mine.tensors[tensor], expected, rtol=0, atol=1e-6), tensor
     sent = {type(payload) for update in start.updates.values() for payload in update.payloads}
     assert not sent & start.layout.kinds
+    # The router of RCSR reads the prototypes; everything else only averages them.
+    assert (ModalityPrototypes in sent) is (name == "rcsr" and not options)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,8 @@ def test_a_class_row_with_too_few_silos_is_left_alone_by_name(hap: Round) -> Non
     names, sections = list(hap.layout.sizes), hap.coordinator._sections
     assert sections is not None
     found = {names[place]: values for place, values in sections.items()}
-    assert list(found) == ["image", "text", "discriminator_delta", "class_prototypes.0", "class_prototypes.3"]
+    common = ["image", "text", "discriminator_delta", "modality_prototypes.0", "modality_prototypes.1"]
+    assert list(found) == [*common, "class_prototypes.0", "class_prototypes.3"]
     for name, expected in hap.fixed_point_sums(*alive).items():
         assert name not in found or np.array_equal(found[name], expected)
     log = (hap.folder / "coordinator.jsonl").read_text()
@@ -154,4 +162,4 @@ def test_a_row_longer_than_the_method_allows_is_refused_at_the_silo(hap: Round) 
         for each in hap.replies["silo-00"]
     )
     with pytest.raises(RunError, match=r"a row class_prototypes\.[01] with .*, allowed: at most"):
-        hap.silos["silo-00"].withhold(2, long, hap.layout, hap.context.context.silos[0])
+        hap.silos["silo-00"].withhold(2, long, hap.layout, hap.context.context.silos[0], hap.privacy)

@@ -135,12 +135,12 @@ def test_exports_that_are_not_possible_are_refused_in_one_line(
     assert not (tmp_path / "hub").exists()
 
 
-@pytest.mark.parametrize("modality", ["image", "text"])
+@pytest.mark.parametrize(("modality", "adapter"), [("image", "lora"), ("text", "bottleneck"), ("text", "lora")])
 def test_a_tower_with_adapters_in_its_blocks_is_exported_with_its_frozen_encoder(
-    modality: Modality, tmp_path: Path
+    modality: Modality, adapter: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxruntime")
-    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp", adapter=adapter)
     inputs = InputSpec((3, 32, 32), (20,), "uint8", "int32", (0.5,) * 3, (0.2,) * 3)
     model = build(backbone, inputs, 0, modalities=(modality,), cache=tmp_path)
     tower, path = model_export._Tower(model, modality).eval(), tmp_path / "tower.onnx"

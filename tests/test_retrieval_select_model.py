@@ -34,6 +34,7 @@ ONLY = {
     "fedproto": ("protocol=fedproto",),
     "fedper": ("protocol=fedper",),
     "pfedmma": ("protocol=pfedmma", "backbone.adapter=mma"),
+    "fedsalora": ("protocol=fedsalora", "backbone.adapter=lora"),
     "fedcmr": ("protocol=fedcmr", DSCMR),
     "fedscmr": ("protocol=fedscmr", "objective={base: dscmr, bits: 12, hidden: 16, enhance: true}"),
 }

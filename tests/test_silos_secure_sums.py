@@ -142,7 +142,7 @@ def test_the_coordinator_refuses_a_silo_that_accepts_other_keys_and_a_silo_witho
     log = MessageLog(start.folder / "x.jsonl", "silo-00", VirtualClock())
     strange = OfSilo(run, load_identity(keys, "silo-00"), load_accepted(other), other, start.folder, log)
     silo = start.context.context.silos[0]
-    payloads = strange.withhold(2, start.replies["silo-00"], start.layout, silo)
+    payloads = strange.withhold(2, start.replies["silo-00"], start.layout, silo, start.privacy)
     header = Header(
         run="run-0",
         kind=Kind.REPLY,
@@ -227,9 +227,9 @@ def test_an_update_out_of_range_is_refused_at_the_silo_and_never_clipped(start: 
     for value, shown in ((LARGEST * 1.01, "0.0631"), (np.nan, "nan")):
         change[7] = value
         with pytest.raises(RunError, match=f"changes a parameter by {shown}, allowed: at most 0.0625"):
-            start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo)
+            start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo, start.privacy)
     change[7] = LARGEST
-    start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo)
+    start.silos["silo-00"].withhold(2, (Delta(digest, change, 5),), start.layout, silo, start.privacy)
 
 
 def test_a_branch_whose_weights_would_single_a_silo_out_is_left_as_it_is(start: Round) -> None:

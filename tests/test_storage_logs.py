@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from fedmq.wire.message_log import MessageLog
 from silos.program import run_silo
 from silos.tasks import SiloArguments
 from tests.threaded_run import resolved, run, run_of
-from tests.waiting import PATIENCE
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -92,21 +89,3 @@ def test_the_most_detailed_log_of_a_silo_has_no_secret(tiny: Path, tmp_path: Pat
         secrets = re.findall(r"[A-Za-z0-9+/=]{24,}", key.read_text())
         assert secrets, "the private key's file has its key as text"
         assert not [secret for secret in secrets if secret in text]
-
-
-@pytest.mark.slow
-def test_all_processes_of_a_scenario_log_to_one_file(tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "run.log"
-    options = ("--log-file", path, "--log-format", "json", "--quiet", "--out", tmp_path / "run")
-    command = [sys.executable, "-m", "fedmq", "scenario", tiny, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert done.stderr == ""
-    found = lines(path)
-    silos = {f"silo-0{index}" for index in range(4)}
-    assert {line["process"] for line in found} == {"coordinator", "evaluator", *silos}
-    assert [line["round"] for line in found if line["event"] == "merged"] == [1, 2, 3, 4]
-    by_coordinator = [
-        (line["event"], line["peer"]) for line in found if line["process"] == "coordinator" and "peer" in line
-    ]
-    assert {peer for event, peer in by_coordinator if event == "connected"} == {"evaluator", *silos}
-    assert {peer for event, peer in by_coordinator if event == "joined"} == silos

@@ -9,8 +9,6 @@ import mmap
 import multiprocessing
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import RemoteWireError
@@ -28,12 +25,14 @@ from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports import shm
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
-from tests.waiting import PATIENCE, wait_for
+from tests import threaded_run
+from tests.command_line import printed
+from tests.threaded_run import resolved
+from tests.waiting import wait_for
 from tests.wire_examples import RUN, message
 
 SOON = 100.0
 SIZE = 3 << 20
-FEDMQ = str(Path(sys.executable).parent / "fedmq")
 
 
 @pytest.fixture
@@ -254,20 +253,16 @@ def test_of_a_killed_process_nothing_is_left_and_what_was_not_read_is_refused(
 
 @pytest.mark.slow
 def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, tmp_path: Path) -> None:
-    plain = yaml.safe_load(tiny.read_text()) | {"rounds": 6, "participation": 1.0}
-    plain["backbone"] |= {"bottleneck": 16384}
-    faults = [{"kind": "crash", "silos": ["silo-00"], "rounds": [1]}, {"kind": "coordinator_crash", "after_round": 3}]
-    faulty = plain | {"faults": faults}
-    found = []
-    for name, each, transport in (("ipc", plain, "ipc"), ("shm", plain, "shm"), ("killed", faulty, "shm")):
-        path, out = tmp_path / f"{name}.yaml", tmp_path / name
-        path.write_text(yaml.safe_dump(each | {"wire": {"transport": transport}}))
-        subprocess.run([FEDMQ, "scenario", str(path), "--out", str(out), "--quiet"], check=True, timeout=PATIENCE)
+    settings = ("rounds=6", "participation=1.0", "backbone.bottleneck=16384")
+    faults = "faults=[{kind: crash, silos: [silo-00], rounds: [1]}, {kind: coordinator_crash, after_round: 3}]"
+    ipc = threaded_run.run(resolved(tiny, *settings), tmp_path / "ipc", uri=f"ipc://{tmp_path}/wire").summary.plain()
+    for name, more in (("shm", ()), ("killed", (faults,))):
+        out, options = tmp_path / name, ("wire.transport=shm", *settings, *more)
+        printed("scenario", tiny, "--out", out, "--quiet", *(f"--set={each}" for each in options))
         assert not audit_run(out).findings
-        found.append(json.loads((out / "summary.json").read_text()))
-    ipc, shared, killed = found
-    assert ipc["model_digest"] == shared["model_digest"] == killed["model_digest"]
-    assert ipc["bytes"] == shared["bytes"]
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["model_digest"] == ipc["model_digest"]
+        assert more or summary["bytes"] == ipc["bytes"]
     log = read_log(tmp_path / "shm" / "messages" / "coordinator.jsonl")
     tasks = [each.bytes for _, each in log if isinstance(each, MessageRecord) and each.header.kind is Kind.TASK]
     assert tasks and min(tasks) > shm.LEAST_BYTES

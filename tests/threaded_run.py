@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.item_digests import item_digests
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population, run_name
+from fedmq.wire import channel
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.messages import Header, Kind, Message
@@ -158,8 +160,10 @@ def run(
         return outcome
     finally:
         over.set()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(PATIENCE)  # a silo without messages gives its session up after 30 s, and retries for 12 s
+        # What a failed coordinator leaves looks for it, and ends when it reports that there is no answer: at once here.
+        with mock.patch.object(channel, "_QUIET_SECONDS", 0.0):
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join(PATIENCE)
         # A remaining silo would continue to write its log next to that of its successor.
         assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

@@ -29,6 +29,7 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.messages import WIRE_VERSION, Header, Kind, Message, TaskInfo
 from fedmq.wire.payloads import (
     ClassPrototypes,
+    ClipNorm,
     ControlVariate,
     DataFormat,
     DataStatement,
@@ -142,6 +143,7 @@ def _messages() -> dict[str, Message]:
         "class_prototypes": ClassPrototypes(rows, counts, "image"),
         "memory": Memory(rows, counts),
         "router_statistics": RouterStatistics(0.25),
+        "clip_norm": ClipNorm(0.25),
         "geometry": Geometry(floats[:4].copy()),
         "loss": Loss(0.6931),
         "map": MeanAveragePrecision(0.75),

@@ -15,10 +15,11 @@ from fedmq.audit.log_checks import Audit
 from fedmq.config.privacy import Privacy
 from fedmq.config.resolve import load
 from fedmq.errors import InputError
-from fedmq.federation.noise import UPDATES, epsilon_of, spent
+from fedmq.federation.noise import CLIP_BIT, UPDATES, epsilon_of, spent
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.payloads import MaskedUpdate
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
     Each payload is a Gaussian mechanism; :func:`fedmq.federation.noise.epsilon_of` composes them. Two runs are
     neighbours if they differ in one silo's payloads, which are either its real ones or zeros before the noise: after
-    clipping, they differ by at most clip_norm. Epsilon does not cover whether a silo was selected in a round, which the
+    clipping, they differ by at most clip_norm. A masked update counts as all payloads that went through its sum, whose
+    noise is that of the sum. Epsilon does not cover whether a silo was selected in a round, which the
     coordinator knows, or the numbers of samples in updates, prototypes and memories.
 
     Args:
@@ -75,16 +77,19 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     for _, record in audit.messages:
         if (silo := record.header.sender) in (COORDINATOR, EVALUATOR):
             continue
-        for (kind, _size), content in zip(record.payloads, record.digests, strict=False):
-            if spent((kind,), privacy):
-                sent[silo].add((kind, record.header.sequence, record.header.base_version, content))
-            else:
-                unnoised[silo].add(kind)
-    kinds = {update.KIND for update in UPDATES}
+        version = record.header.base_version
+        for (sent_as, _size), content in zip(record.payloads, record.digests, strict=False):
+            through = audit.through_sums.get((silo, version), ()) if sent_as == MaskedUpdate.KIND else ()
+            for kind in through or (sent_as,):
+                if spent((kind,), privacy):
+                    sent[silo].add((kind, record.header.sequence, version, content))
+                else:
+                    unnoised[silo].add(kind)
+    kinds, sums = {update.KIND for update in UPDATES}, privacy.secure_aggregation is not None
     silos = {
         name: Spent(
             sum(kind in kinds for kind, *_ in sent[name]),
-            epsilon_of(spent((kind for kind, *_ in sorted(sent[name])), privacy), delta),
+            epsilon_of(spent((kind for kind, *_ in sorted(sent[name])), privacy), delta, sums=sums),
             tuple(sorted(unnoised[name])),
         )
         for name in sorted(sent.keys() | unnoised.keys())
@@ -108,6 +113,8 @@ def show(accounts: Accounts, console: Console) -> None:
     privacy = accounts.privacy
     covered = {"updates": privacy.noise_multiplier} if privacy.noise_multiplier else {}
     covered |= {kind: noise.noise_multiplier for kind, noise in privacy.statistics.items() if noise.noise_multiplier}
+    if privacy.adaptive_clip is not None and privacy.adaptive_clip.noise_multiplier:
+        covered[CLIP_BIT] = privacy.adaptive_clip.noise_multiplier
     noises = ", ".join(f"{kind} {multiplier:g}" for kind, multiplier in covered.items())
     lines = [
         f"At delta {accounts.delta:g}, with noise multipliers: {noises}. Epsilon covers these of each silo only, with "

@@ -81,6 +81,8 @@ class Audit:
     ends: Mapping[str, int] = field(default_factory=dict)
     events: tuple[SiteEvent, ...] = ()  # what happened to each process: joins, refusals, expulsions, data, versions
     clocks: tuple[str, ...] = ()  # a sentence for each process whose clock differs from the coordinator's
+    # The kinds of payloads that went through a secure sum, by silo and version, as the silos noted.
+    through_sums: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def absent(self) -> list[str]:
@@ -213,6 +215,7 @@ def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, else
     # Any process could write that note to hide its messages, so only the coordinator's counts, and only if no log
     # has a message or a handshake.
     result.inline = not facts.exchanged and any(process == COORDINATOR for process, _ in facts.inline)
+    result.through_sums = facts.sums.through
     if not result.inline:
         result.findings += [Finding(Cause.SENDER, place, _NOT_INLINE) for _, place in facts.inline]
         _compare_ends(facts, records.keys(), result)

@@ -56,6 +56,12 @@ class SumChecks:
             case _:
                 pass
 
+    @property
+    def through(self) -> dict[_Round, tuple[str, ...]]:
+        """The kinds of payloads that went through each sum, as its silos noted."""
+        facts = {each: record.facts.get("through") for each, (_, record) in self._signed.items()}
+        return {each: tuple(kinds.split(", ")) for each, kinds in facts.items() if isinstance(kinds, str)}
+
     def _take_message(self, process: str, place: str, record: MessageRecord) -> None:
         header, contents = record.header, zip(record.payloads, record.digests, strict=False)
         version, silo = header.base_version, header.sender

@@ -8,7 +8,10 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from fedmq.config.faults import AnyFault, StepFault
-from fedmq.config.sections import Aggregation, Compression, Count, NonNegative, Number, Part, Positive
+from fedmq.config.sections import Aggregation, Compression, Count, Fraction, NonNegative, Number, Part, Positive
+
+#: Smallest and largest noise multiplier above 0 of a run with secure sums.
+NOISE_OF_SUMS = (0.01, 256.0)
 
 
 class SecureAggregation(Part):
@@ -50,6 +53,19 @@ class Noise(Part):
     )
 
 
+class AdaptiveClip(Part):
+    """Adaptive clipping of updates: the clip norm follows a quantile of their norms (Andrew et al., NeurIPS 2021)."""
+
+    quantile: Fraction = Field(0.5, description="fraction of a round's updates that are to be no longer than the norm")
+    rate: Positive = Field(
+        0.2, description="after a round, the norm is multiplied by exp(-rate * (fraction - quantile)) of that round"
+    )
+    noise_multiplier: NonNegative = Field(
+        0.0,
+        description="noise on the weighted sum of the silos' bits, plus or minus 1/2, as of privacy.noise_multiplier",
+    )
+
+
 class Budget(Part):
     """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private."""
 
@@ -80,6 +96,11 @@ class Privacy(Part):
         description="a row of class_prototypes or memory with fewer samples is not sent; a silo with fewer training "
         "items is refused with a method that sends modality_prototypes",
     )
+    adaptive_clip: AdaptiveClip | None = Field(
+        None,
+        description="privacy.clip_norm is the norm of the first round only, and later ones follow the updates' norms; "
+        "needs privacy.secure_aggregation, which adds the silos' bits",
+    )
     budget: Budget | None = Field(
         None, description="most privacy that each silo spends; needs noise on all that the method has silos send"
     )
@@ -105,12 +126,26 @@ class Privacy(Part):
             raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
         if self.noise_from == "key" and not self.noised:
             raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
+        if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
+            raise ValueError("privacy.adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation")
+        if self.adaptive_clip is not None and self.budget is not None and not self.adaptive_clip.noise_multiplier:
+            raise ValueError("privacy.budget needs privacy.adaptive_clip.noise_multiplier above 0")
         return self
 
     @property
     def noised(self) -> bool:
         """Whether anything that silos send gets noise."""
-        return self.noise_multiplier > 0 or any(noise.noise_multiplier > 0 for noise in self.statistics.values())
+        return any(multiplier > 0 for multiplier in self.multipliers.values())
+
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """The noise multipliers, by their keys in this section."""
+        found = {"noise_multiplier": self.noise_multiplier}
+        found |= {
+            f"statistics.{kind}.noise_multiplier": noise.noise_multiplier for kind, noise in self.statistics.items()
+        }
+        adaptive = self.adaptive_clip
+        return found if adaptive is None else {**found, "adaptive_clip.noise_multiplier": adaptive.noise_multiplier}
 
     def check_budget(self, aggregation: Aggregation) -> None:
         """Refuse a budget where silos that have spent theirs would leave a buffer without enough replies.
@@ -138,9 +173,16 @@ class Privacy(Part):
             ("aggregation.mode", aggregation.mode, ("sync",), "only a whole round has a sum"),
             ("aggregation.robust.rule", aggregation.robust.rule, ("none",), "a rule compares single updates"),
             ("compression.updates.kind", compression.updates.kind, ("none",), "masked values cannot be compressed"),
-            ("privacy.noise_multiplier", self.noise_multiplier, (0.0,), "the audit's epsilon does not cover sums yet"),
             ("launcher", launcher, ("local", "none"), "silos need their own keys and each other's public ones"),
         ):
             if found not in allowed:
-                values = " or ".join(map(str, allowed))
+                values = " or ".join(allowed)
                 raise ValueError(f"privacy.secure_aggregation needs {place} {values}, not {found}: {why}")
+        least, most = NOISE_OF_SUMS
+        for key, multiplier in self.multipliers.items():
+            if multiplier and not least <= multiplier <= most:
+                why = "other noise has too few or too many steps of the fixed point"
+                allowed_here = f"0, or {least:g} to {most:g}"
+                raise ValueError(
+                    f"privacy.secure_aggregation needs privacy.{key} {allowed_here}, not {multiplier:g}: {why}"
+                )

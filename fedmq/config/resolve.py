@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -104,6 +105,19 @@ class Source:
     def place(self, key: str) -> str:
         """File, line and key, or the setting that gave the key; ``key`` is e.g. ``partition.alpha``."""
         return place_of(self.file, key.split("."), self.overridden)
+
+    @contextmanager
+    def naming_the_file(self) -> Iterator[None]:
+        """A block whose InputErrors about keys of the scenario also name the file and the line, or the setting."""
+        try:
+            yield
+        except UserFileError:
+            raise
+        except InputError as error:
+            key, colon, rest = error.place.partition(":")
+            if key.partition(".")[0] not in Scenario.model_fields:
+                raise
+            raise InputError(f"{self.place(key)}{colon}{rest}", error.found, error.allowed) from None
 
 
 @dataclass(frozen=True)
@@ -285,6 +299,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         *(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in method.without_effect),
         *_never_begin(scenario.rounds, method.begins),
         *_late_faults(scenario),
+        *_captured_inline(scenario),
     )
     run_id = name_of(scenario.model_dump(mode="json"))
     return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
@@ -373,6 +388,16 @@ def _check_compression(scenario: Scenario) -> None:
             "none, bfloat16 or int8 with privacy.clip_norm and without noise, as error feedback adds to later updates"
         )
         raise InputError("compression.updates.kind", kind, allowed)
+
+
+def _captured_inline(scenario: Scenario) -> list[str]:
+    """A warning if nothing can attack the payloads that a run keeps."""
+    if not scenario.privacy.capture or scenario.launcher != "inline":
+        return []
+    return [
+        "privacy.capture: true is of no use with launcher inline: fedmq audit refuses the run, as its silos sent no "
+        "messages; launcher: local gives the same model"
+    ]
 
 
 def _late_faults(scenario: Scenario) -> list[str]:

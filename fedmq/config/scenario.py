@@ -112,17 +112,18 @@ class Backbone(Part):
     end_to_end: bool = Field(
         False, description="also train the image network of a .mat file, starting from its weights; updates include it"
     )
-    bottleneck: Count = Field(64, description="width of the adapters")
-    adapter: Literal["bottleneck", "mma"] = Field(
-        "bottleneck", description="separate per tower, or (mma) with a middle layer that both towers share"
+    bottleneck: Count = Field(64, description="width of the adapters; lora: rank")
+    adapter: Literal["bottleneck", "mma", "lora"] = Field(
+        "bottleneck",
+        description="after each block or the features; mma: with a middle layer of both towers; lora: low rank",
     )
-    adapter_scale: NonNegative = Field(0.5, description="mma: factor of the adapters' output")
+    adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
     dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
-    adapter_std: NonNegative = Field(0.01, description="initial standard deviation of adapter weights; mma: of `up`")
+    adapter_std: NonNegative = Field(0.01, description="initial standard deviation of bottlenecks; mma: of `up`")
     head_std: NonNegative = Field(0.02, description="initial standard deviation of head weights")
 
     @model_validator(mode="after")

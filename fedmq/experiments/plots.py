@@ -18,6 +18,8 @@ from fedmq.text import is_float
 F64 = npt.NDArray[np.float64]
 #: Ratio of the largest to the smallest value from which an axis is logarithmic.
 _LOGARITHMIC_FROM = 50.0
+#: Column with the epsilon of a run with noise.
+EPSILON = "privacy.epsilon"
 
 
 def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
@@ -26,6 +28,8 @@ def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
     columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
     body = [[Markup("<b>{}</b>").format(cell.text) if cell.best else cell.text for cell in row] for row in table.body]
     figures = [each for column in columns for each in _column(rows, column)]
+    if EPSILON in columns:
+        figures = [*(_against_epsilon(rows, column) for column in columns if column != EPSILON), *figures]
     return document(title, (f"Made by: {command}", *table.notes), figures, [table.head, *body])
 
 
@@ -120,6 +124,20 @@ def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
     first = max(x[0] for x, _ in curves)
     grid = np.unique(np.concatenate([x[first <= x] for x, _ in curves]))
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
+
+
+def _against_epsilon(rows: Sequence[Row], column: str) -> Figure:
+    """A column against epsilon, a line for each method through its rows with noise, from strong to weak noise."""
+    note = "To the left, stronger noise. Rows without noise have no epsilon and are not shown."
+    figure, lines = Figure(f"{column} against epsilon", "epsilon", column, note=note), dict[str, list[Row]]()
+    figure.x["type"] = "log"
+    for row in sorted(rows, key=lambda row: row.columns[EPSILON].mean):
+        if math.isfinite(row.columns[EPSILON].mean):
+            lines.setdefault(row.entry.method, []).append(row)
+    for place, (name, members) in enumerate(lines.items()):
+        mean, std = (np.array([getattr(row.columns[column], part) for row in members]) for part in ("mean", "std"))
+        _line(figure, place, name, [row.columns[EPSILON].mean for row in members], mean, std)
+    return figure
 
 
 def _shared_keys(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,15 +14,18 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedmq import seeds
-from fedmq.config.privacy import Noise, Privacy, Statistic
+from fedmq.config.privacy import AdaptiveClip, Noise, Privacy, Statistic
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.wire.fields import Real, Tensor
-from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Memory, PartialDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, ClipNorm, Delta, DiscriminatorDelta, Memory, PartialDelta, Payload
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 #: Payload types that are updates: ``privacy.clip_norm`` and compression apply to them.
 UPDATES = (Delta, PartialDelta, DiscriminatorDelta)
+#: What silos tell of an update for adaptive clipping: 1/2 if it is no longer than the clip norm, otherwise -1/2.
+CLIP_BIT = "clip_bit"
 
 
 def clip(values: F32, norm: float) -> F32:
@@ -49,11 +53,18 @@ def transform(values: F32, noise: Noise, source: int | bytes, path: tuple[str | 
     if isinstance(source, int):
         drawn = seeds.numpy_generator(source, "privacy", *path).standard_normal(values.size, dtype=np.float32)
     else:
-        drawn = _secret_noise(source, path, clipped)
+        drawn = _secret_noise(source, path, clipped).astype(np.float32)
     return clipped + drawn * np.float32(noise.noise_multiplier * noise.clip_norm)
 
 
-def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: F32) -> F32:
+def normal(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[np.uint32]) -> F64:
+    """Standard normal numbers [n] for a silo's share of the noise of a sum of these values; see :func:`transform`."""
+    if isinstance(source, int):
+        return seeds.numpy_generator(source, "privacy", *path).standard_normal(values.size)
+    return _secret_noise(source, path, values)
+
+
+def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: npt.NDArray[Any]) -> F64:
     """Standard normal noise [P] that is pseudorandom to anyone without the secret.
 
     It is keyed by the values as well: a repeated task gets the same noise, so that two replies do not average it out;
@@ -68,11 +79,32 @@ def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: F32) -> F3
     uniform = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     first, second = np.split(uniform, 2)
     radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: values.size].astype(np.float32)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: values.size]
+
+
+def at_norm(privacy: Privacy, task: Iterable[Payload]) -> Privacy:
+    """The scenario's options with the present clip norm, which the payloads of a task have if clipping is adaptive."""
+    norm = next((payload.value for payload in task if isinstance(payload, ClipNorm)), None)
+    return privacy if norm is None or privacy.adaptive_clip is None else privacy.model_copy(update={"clip_norm": norm})
+
+
+def next_norm(norm: float, unclipped: float, options: AdaptiveClip) -> float:
+    """The clip norm after a round (Andrew et al. 2021, algorithm 1): C exp(-eta (b - gamma)), from 1e-6 to 1e6.
+
+    Args:
+        norm: C.
+        unclipped: b, the fraction of the round's updates that were no longer than C, with noise.
+        options: gamma and eta.
+    """
+    change = min(max(-options.rate * (unclipped - options.quantile), -100.0), 100.0)
+    return min(max(norm * math.exp(change), 1e-6), 1e6)
 
 
 def noise_of(kind: str, privacy: Privacy) -> Noise | None:
     """Clipping and noise of a kind of payload; None if it is sent as it is."""
+    if kind == CLIP_BIT:
+        adaptive = privacy.adaptive_clip
+        return None if adaptive is None else Noise(clip_norm=0.5, noise_multiplier=adaptive.noise_multiplier)
     if kind not in {update.KIND for update in UPDATES}:
         return {str(name): noise for name, noise in privacy.statistics.items()}.get(kind)
     if privacy.clip_norm is None:
@@ -81,7 +113,13 @@ def noise_of(kind: str, privacy: Privacy) -> Noise | None:
 
 
 def protected(
-    payload: Payload, privacy: Privacy, source: int | bytes, path: tuple[str | int, ...], *, idle: bool
+    payload: Payload,
+    privacy: Privacy,
+    source: int | bytes,
+    path: tuple[str | int, ...],
+    *,
+    idle: bool,
+    summed: bool = False,
 ) -> Payload:
     """A payload as it is sent: without rows of too few samples, clipped and noised as the scenario says.
 
@@ -91,6 +129,7 @@ def protected(
         source: source of the noise, see :func:`transform`.
         path: silo, base version and sequence.
         idle: the method left the silo without training, whatever its data are: its update of zeros gets no noise.
+        summed: it is only clipped, since a secure sum adds the noise (:func:`fedmq.federation.sums.scales`).
     """
     if isinstance(payload, ClassPrototypes | Memory) and privacy.least_support > 1:
         payload = _without_rare_rows(payload, privacy.least_support)
@@ -98,6 +137,7 @@ def protected(
     update = isinstance(payload, UPDATES)
     if noise is None or (update and idle):
         return payload
+    noise = Noise(clip_norm=noise.clip_norm) if summed else noise
     # Each payload of a reply needs its own noise.
     path = path if isinstance(payload, Delta | PartialDelta) else (*path, payload.KIND)
     fields = {
@@ -142,7 +182,7 @@ def spent(kinds: Iterable[str], privacy: Privacy) -> float:
     return float(sum(noise.noise_multiplier**-2 for noise in found if noise is not None and noise.noise_multiplier))
 
 
-def epsilon_of(spent: float, delta: float) -> float:
+def epsilon_of(spent: float, delta: float, *, sums: bool = False) -> float:
     """Epsilon of Gaussian mechanisms together, at ``delta``; 0 of none.
 
     Each is one payload of a silo, against zeros in its place before the noise. The adaptive composition of those with
@@ -152,10 +192,22 @@ def epsilon_of(spent: float, delta: float) -> float:
     Args:
         spent: sum of 1 / z_i^2, :func:`spent`.
         delta: in (0, 1).
+        sums: some of them are secure sums, whose discrete noise gives as much concentrated privacy, spent / 2 of all
+            together, but not exactly the Gaussian's epsilon; the one that follows from it is an upper bound.
     """
-    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415 - takes a second; most runs do without
+    import dp_accounting  # noqa: PLC0415 - takes a second; most runs do without
 
-    return float(get_epsilon_gaussian(spent**-0.5, delta)) if spent else 0.0
+    if not spent:
+        return 0.0
+    if sums:
+        event = dp_accounting.ZCDpEvent(spent / 2)
+        return float(dp_accounting.rdp.RdpAccountant().compose(event).get_epsilon(delta))
+    return float(dp_accounting.get_epsilon_gaussian(spent**-0.5, delta))
+
+
+def spent_by_task(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]]) -> float:
+    """What the reply to a task spends, :func:`spent`; all kinds that any silo uploads count for every silo."""
+    return spent({kind.KIND for one in uploads for kind in one} | {CLIP_BIT}, privacy)
 
 
 def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]], most: int) -> int | None:
@@ -168,8 +220,11 @@ def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]
     """
     if privacy.budget is None:
         return None
-    each, budget = spent({kind.KIND for one in uploads for kind in one}, privacy), privacy.budget
-    return bisect_right(range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta))
+    each, budget = spent_by_task(privacy, uploads), privacy.budget
+    sums = privacy.secure_aggregation is not None
+    return bisect_right(
+        range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta, sums=sums)
+    )
 
 
 def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], samples: Iterable[int]) -> None:
@@ -200,7 +255,8 @@ def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]
                 place = "privacy.noise_multiplier" if update else f"privacy.statistics.{kind}.noise_multiplier"
                 allowed = f"above 0 with privacy.budget, as silos of {label} send {kind} in each reply"
                 raise InputError(place, 0, allowed)
-        least = epsilon_of(spent(kinds, privacy), privacy.budget.delta)
+        sums = privacy.secure_aggregation is not None
+        least = epsilon_of(spent(kinds.keys() | {CLIP_BIT}, privacy), privacy.budget.delta, sums=sums)
         if least > privacy.budget.epsilon:
             allowed = f"at least {least:.3g}, which one reply spends; or more noise"
             raise InputError("privacy.budget.epsilon", privacy.budget.epsilon, allowed)

@@ -16,6 +16,7 @@ import torch
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
+from fedmq.federation.sums import SumLayout
 from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
@@ -216,56 +217,6 @@ class MergeResult:
 
     state: State
     log: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SummedRows:
-    """Rows of a payload, such as class prototypes, that a secure sum adds; each row is a sum of its own."""
-
-    count: int  # number of rows
-    width: int  # numbers in a row
-    largest: float  # bound of their magnitude
-
-
-@dataclass(frozen=True)
-class SumLayout:
-    """The parts of a reply that a secure sum adds: branches of the update, further changes of parameters, and rows."""
-
-    layout: Layout  # of the whole model
-    layers: tuple[str, ...] | None  # layers of the update; None for the whole model
-    branches: Mapping[str, slice]  # ranges of the update [P]; together they cover it
-    # Number of parameters of further changes, by their payload, whose first tensor is the change.
-    changes: Mapping[type[Payload], int] = field(default_factory=dict)
-    # Rows by their payload, whose first tensor has the rows, and the second the number of samples behind each.
-    rows: Mapping[type[Payload], SummedRows] = field(default_factory=dict)
-
-    @cached_property
-    def sizes(self) -> Mapping[str, int]:
-        """Number of values of each section, by name."""
-        found = {name: part.stop - part.start for name, part in self.branches.items()}
-        found |= {kind.KIND: size for kind, size in self.changes.items()}
-        for kind, rows in self.rows.items():
-            found |= dict.fromkeys(self.row_names(kind), rows.width)
-        return found
-
-    @property
-    def first_row(self) -> int:
-        """Number of sections before the first row."""
-        return len(self.branches) + len(self.changes)
-
-    @property
-    def kinds(self) -> frozenset[type[Payload]]:
-        """Payloads of a reply that never leave a silo."""
-        return frozenset({Delta, PartialDelta, *self.changes, *self.rows})
-
-    def row_names(self, kind: type[Payload]) -> list[str]:
-        """Names of the rows of a payload."""
-        return [f"{kind.KIND}.{row}" for row in range(self.rows[kind].count)]
-
-    def bounds(self, largest: float) -> tuple[float, ...]:
-        """Bound of the values in each section; ``largest`` for changes of parameters."""
-        changes = self.first_row * (largest,)
-        return (*changes, *(rows.largest for rows in self.rows.values() for _ in range(rows.count)))
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def population_here(run: ResolvedRun, progress: Progress | None) -> Path:
     """
     before = partial(refuse_before_extraction, run)
     population = build_population(run.scenario, progress, pooled=run.pooled, before=before)
-    _can_start(run.scenario, population)
+    _can_start(run, run.scenario, population)
     return population.prepared.folder
 
 
@@ -110,12 +110,12 @@ def check_data(run: ResolvedRun, progress: Progress | None, known: ExtractionPla
         return
     known = planned(scenario, progress) if known is None else known
     if isinstance(known, Path):
-        _can_start(scenario, build_population(_on_cpu(scenario), progress, folder=known, pooled=run.pooled))
+        _can_start(run, scenario, build_population(_on_cpu(scenario), progress, folder=known, pooled=run.pooled))
     else:
         refuse_before_extraction(run, known)
 
 
-def _can_start(scenario: Scenario, population: Population) -> None:
+def _can_start(run: ResolvedRun, scenario: Scenario, population: Population) -> None:
     """Check that a run can start, by constructing what its programs construct.
 
     Raises:
@@ -123,7 +123,8 @@ def _can_start(scenario: Scenario, population: Population) -> None:
             one of the user's own metrics cannot be loaded.
     """
     scenario = _on_cpu(scenario)
-    run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
+    with run.source.naming_the_file():
+        run_context_of(scenario, population.counted(scenario), RunFolder(Path()))
     population.build_model(scenario, "cpu", MODALITIES)
     measures_of(scenario.evaluation)
 
@@ -149,7 +150,7 @@ def refuse_before_extraction(run: ResolvedRun, made: ExtractionPlan) -> None:
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
         _write_placeholder(made, scenario.backbone.dim or _WIDTH, Path(name))
         vectors = _on_cpu(_on_vectors(scenario))
-        _can_start(vectors, build_population(vectors, folder=Path(name), pooled=run.pooled))
+        _can_start(run, vectors, build_population(vectors, folder=Path(name), pooled=run.pooled))
 
 
 def _write_placeholder(made: ExtractionPlan, usual: int, folder: Path) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.models.objective_registry import OBJECTIVES, CommonSpacePlan, TowerPlan, network_of
-from fedmq.models.two_tower import Out, TwoTower
+from fedmq.models.two_tower import Linear, Out, TwoTower
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout
 
@@ -58,9 +58,9 @@ class Tower(nn.Module):
         self.encoder = encoder
         widths = (width, *hidden)
         layers = enumerate(pairwise(widths))
-        self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in layers})
-        self.last = nn.Linear(widths[-1], bits, device="meta")
-        self.classifier = nn.Linear(bits, classes, device="meta") if classes else None
+        self.hidden = nn.ModuleDict({str(i): Linear(a, b) for i, (a, b) in layers})
+        self.last = Linear(widths[-1], bits)
+        self.classifier = Linear(bits, classes) if classes else None
         self.plan = plan
         self.noise: torch.Generator | None = None  # generator of dropout masks; None outside training
         # Float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None without.
@@ -152,21 +152,26 @@ def straight_through(x: Tensor) -> Tensor:
     return signs(x.detach()) + (x - x.detach())
 
 
-class SignHead(nn.Module):
-    """GreedyHash's linear classifier of binary codes, without bias; shared by both modalities to align their codes.
+class SharedHead(nn.Module):
+    """One vector of r numbers per label, shared by both modalities to align their codes.
 
     Args:
         bits: code length.
         classes: number of labels.
+        kind: label predictions are products with the ``signs`` of the code (GreedyHash's linear classifier of binary
+            codes, without bias), or ``cosines`` of code and vector (DSPH's proxies).
     """
 
-    def __init__(self, bits: int, classes: int) -> None:
+    def __init__(self, bits: int, classes: int, kind: Literal["signs", "cosines"]) -> None:
         super().__init__()
-        self.head = nn.Linear(bits, classes, bias=False, device="meta")
+        self.head = Linear(bits, classes, bias=False)
+        self.kind = kind
 
     def forward(self, out: Out, tower: Tower) -> Out:
-        """Add label predictions [B, C] of the binary codes to a tower's Out."""
-        return replace(out, logits=self.head(straight_through(out.code)))
+        """Add label predictions [B, C] to a tower's Out."""
+        if self.kind == "signs":
+            return replace(out, logits=self.head(straight_through(out.code)))
+        return replace(out, logits=F.linear(F.normalize(out.code), F.normalize(self.head.weight)))
 
 
 class FirstLayer(nn.Module):
@@ -181,8 +186,8 @@ class FirstLayer(nn.Module):
 
     def __init__(self, width: int, hidden: int, dim: int, enhance: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(width, hidden, device="meta")
-        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
+        self.first = Linear(width, hidden)
+        self.enhance = Linear(dim, dim) if enhance else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map float32 features [B, d] to [B, hidden]."""
@@ -202,9 +207,9 @@ class CommonSpace(nn.Module):
 
     def __init__(self, hidden: int, dim: int, classes: int, *, enhance: bool, leaky: bool) -> None:
         super().__init__()
-        self.base = nn.Linear(hidden, dim, device="meta")
-        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
-        self.label = nn.Linear(dim, classes, device="meta")
+        self.base = Linear(hidden, dim)
+        self.enhance = Linear(dim, dim) if enhance else None
+        self.label = Linear(dim, classes)
         self.leaky = leaky
 
     def forward(self, out: Out, tower: FirstLayer) -> Out:
@@ -312,7 +317,7 @@ def build(
             widths, (plan.image, plan.text), plans, (encoder, None), strict=True
         )
     ]
-    shared = SignHead(bits, classes) if plan.sign_head else None
+    shared = SharedHead(bits, classes, plan.shared_head) if plan.shared_head else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
     model.initial = partial(initial_parameters, model.layout, plan, seed, trained)
     return model

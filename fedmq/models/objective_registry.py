@@ -31,7 +31,8 @@ class TowerPlan:
     # Like ``std`` for the last layer's weights, with zero biases; None as the other layers.
     last_std: float | None = None
     squashed: Literal["both", "text"] = "both"  # towers to which ``tanh`` applies
-    sign_head: bool = False  # one linear classifier of the binary codes for both towers, as in GreedyHash
+    # One vector per label for both towers: linear classifier of the signs (GreedyHash), or cosines with proxies (DSPH).
+    shared_head: Literal["signs", "cosines"] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Two-tower model over a frozen backbone, with all trainable parameters in one flat buffer.
 
-Each tower consists of bottleneck adapters, a head and L2 normalisation. Adapters are separate per tower (RCSR), or
-multi-modal with a middle layer shared by both towers (pFedMMA). The frozen encoder precedes the adapters
-(precomputed features, ``adapter_site: feature``) or contains them (``adapter_site: blocks``, see
-``fedmq.encoders.clip``). Source: RCSR, "frozen CLIP + adapters".
+Each tower consists of adapters, a head and L2 normalisation. Adapters are bottlenecks, separate per tower (RCSR) or
+multi-modal with a middle layer shared by both towers (pFedMMA), or low-rank changes of frozen weights (LoRA). The
+frozen encoder precedes the adapters (precomputed features, ``adapter_site: feature``) or contains them
+(``adapter_site: blocks``, see ``fedmq.models.clip_two_tower``). Source: RCSR, "frozen CLIP + adapters".
 """
 
 from __future__ import annotations
@@ -56,6 +56,16 @@ class Out:
         return self.code if self.before is None else self.before
 
 
+class Linear(nn.Linear):
+    """A linear layer without values, until :class:`TwoTower` makes its parameters views of the flat buffer."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias, device="meta")
+
+    def reset_parameters(self) -> None:
+        """Draw no values; on the meta device, torch would take a Python path that every forked silo pays for."""
+
+
 class Adapter(nn.Module):
     """Bottleneck adapter: x + up(gelu(down(x))) (RCSR).
 
@@ -66,8 +76,8 @@ class Adapter(nn.Module):
 
     def __init__(self, width: int, bottleneck: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, bottleneck, device="meta")
-        self.up = nn.Linear(bottleneck, width, device="meta")
+        self.down = Linear(width, bottleneck)
+        self.up = Linear(bottleneck, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., width] to the same shape."""
@@ -91,7 +101,7 @@ class SharedAdapters(nn.Module):
 
     def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
         super().__init__()
-        layers = {site(i): nn.Linear(bottleneck, bottleneck, device="meta") for i in range(sites)}
+        layers = {site(i): Linear(bottleneck, bottleneck) for i in range(sites)}
         self.adapters = nn.ModuleDict(layers)
         self.scale = scale
 
@@ -113,14 +123,58 @@ class MultiModalAdapter(nn.Module):
 
     def __init__(self, width: int, bottleneck: int, shared: Layer, scale: float) -> None:
         super().__init__()
-        self.down = nn.Linear(width, bottleneck, device="meta")
-        self.up = nn.Linear(bottleneck, width, device="meta")
+        self.down = Linear(width, bottleneck)
+        self.up = Linear(bottleneck, width)
         self._shared = (shared,)  # in a tuple, so that torch does not register its parameters here too
         self._scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., width] to the same shape."""
         return through_shared(x, self.down, self._shared[0], self.up, self._scale)
+
+
+class LowRank(nn.Module):
+    """Low-rank change s B A of a frozen square weight, A = ``down`` and B = ``up`` (LoRA, Hu et al. 2021, section 4.1).
+
+    Args:
+        width: size of the weight.
+        rank: rank of the change.
+        scale: s, the paper's alpha / rank.
+    """
+
+    def __init__(self, width: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, width, bias=False)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(I + s B A) x of x [..., width]: on features the frozen weight is the identity."""
+        update: Tensor = self.up(self.down(x))
+        return x + self.scale * update
+
+    def change(self) -> Tensor:
+        """The product s B A, float32 [width, width]."""
+        return self.scale * self.up.weight @ self.down.weight
+
+
+class LowRankAttention(nn.Module):
+    """Low-rank changes of the query and value weights of an attention layer, as in LoRA's experiments.
+
+    Args:
+        width: width of the layer.
+        rank: rank of each change.
+        scale: scale of each change.
+    """
+
+    def __init__(self, width: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.query, self.value = LowRank(width, rank, scale), LowRank(width, rank, scale)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The changed weight from the frozen one [3 width, width], of queries, keys and values."""
+        query, value = self.query.change(), self.value.change()
+        return weight + torch.cat([query, torch.zeros_like(query), value])
 
 
 def site(index: int) -> str:
@@ -133,27 +187,16 @@ class Branch(nn.Module):
 
     def __init__(
         self,
-        widths: Sequence[int],  # feature width at each adapter site, in order
-        bottleneck: int,  # bottleneck width of the adapters
+        adapters: Sequence[nn.Module],  # the adapter of each site, in order
         head_in: int,  # input dimension of the head
         dim: int,  # joint dimension d
         *,
         residual: bool,  # use z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x)
         blocks: bool,  # the adapters are attached inside ``frozen``, which applies them
-        shared: SharedAdapters | None = None,  # middle layers of multi-modal adapters; None for plain adapters
     ) -> None:
         super().__init__()
-        self.adapters = nn.ModuleDict(
-            {
-                site(i): Adapter(width, bottleneck)
-                if shared is None
-                else MultiModalAdapter(width, bottleneck, shared.adapters[site(i)], shared.scale)
-                for i, width in enumerate(widths)
-            }
-        )
-        self.head = nn.ModuleDict(
-            {"0": nn.Linear(head_in, dim, device="meta"), "1": nn.Linear(dim, dim, device="meta")}
-        )
+        self.adapters = nn.ModuleDict({site(i): adapter for i, adapter in enumerate(adapters)})
+        self.head = nn.ModuleDict({"0": Linear(head_in, dim), "1": Linear(dim, dim)})
         self.residual = residual
         self.blocks = blocks
         self.frozen: nn.Module | None = None
@@ -386,7 +429,8 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
     The down projections and middle layers of multi-modal adapters have Kaiming's standard deviation for ReLU, as in
     pFedMMA's code: the product of three layers that all start near zero has next to no gradient. Each parameter has its
     own generator, so its value does not depend on the other parameters. Heads on features that are not aligned are
-    initialised in the same way: as embeddings are normalised, a small standard deviation does no harm.
+    initialised in the same way: as embeddings are normalised, a small standard deviation does no harm. Low-rank
+    adapters start from B = 0, and from A of the variance 1 / (3 d) for a width of d, as in LoRA's code.
     """
     parts = []
     for entry in layout.entries:
@@ -396,22 +440,42 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
         std = backbone.adapter_std if ".adapters." in entry.name else backbone.head_std
         if backbone.adapter == "mma" and ".adapters." in entry.name and ".up." not in entry.name:
             std = math.sqrt(2 / entry.shape[0])
+        if backbone.adapter == "lora" and ".adapters." in entry.name:
+            std = 0.0 if ".up." in entry.name else 1 / math.sqrt(3 * entry.shape[1])
         parts.append(torch.randn(entry.size, generator=torch_generator(seed, "model", entry.name)) * std)
     return torch.cat(parts)
 
 
 def shared_adapters(backbone: Backbone, sites: int) -> SharedAdapters | None:
-    """The middle layers of multi-modal adapters, shared by both towers; None for plain adapters."""
-    if backbone.adapter == "bottleneck":
+    """The middle layers of multi-modal adapters, shared by both towers; None for other adapters."""
+    if backbone.adapter != "mma":
         return None
     return SharedAdapters(sites, backbone.bottleneck, backbone.adapter_scale)
+
+
+def adapters_of(backbone: Backbone, widths: Sequence[int], shared: SharedAdapters | None) -> Iterator[nn.Module]:
+    """One tower's adapters.
+
+    Args:
+        backbone: kind and size of the adapters.
+        widths: feature width at each adapter site, in order.
+        shared: middle layers of multi-modal adapters.
+    """
+    low_rank = LowRankAttention if backbone.adapter_site == "blocks" else LowRank
+    for i, width in enumerate(widths):
+        if shared is not None:
+            yield MultiModalAdapter(width, backbone.bottleneck, shared.adapters[site(i)], shared.scale)
+        elif backbone.adapter == "lora":
+            yield low_rank(width, backbone.bottleneck, backbone.adapter_scale)
+        else:
+            yield Adapter(width, backbone.bottleneck)
 
 
 def feature_towers(backbone: Backbone, inputs: InputSpec, dim: int, device: torch.device) -> TwoTower:
     """The model over precomputed features; trainable parameters are not yet initialised."""
     shared, residual = shared_adapters(backbone, 1), backbone.head == "residual"
     towers = [
-        Branch([width], backbone.bottleneck, width, dim, residual=residual, blocks=False, shared=shared)
+        Branch([*adapters_of(backbone, [width], shared)], width, dim, residual=residual, blocks=False)
         for (width,) in (inputs.image_shape, inputs.text_shape)
     ]
     return TwoTower(towers[0], towers[1], dim, device, shared=shared)

@@ -364,8 +364,8 @@ Each tower maps the frozen encoder's vector `x` (float32) of an image or a capti
     embedding = normalize({sum})
 
 The tensors are `visual.adapters.*` and `visual.head.*` for images, `text.adapters.*` and `text.head.*` for captions;
-each layer is `weight @ x + bias`. With `adapter_site: blocks` the adapters follow the blocks of the frozen encoder
-instead. Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
+each layer is `weight @ x + bias`, of low-rank adapters `weight @ x`. With `adapter_site: blocks` {blocks} instead.
+Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
 _NETWORK = """\
 The network of the base loss `{base}` maps the frozen encoders' vectors to {dim} numbers, of which {ranked}. Its layers
 are listed in `config.json` (`layout`); `fedmq.models.hash_networks` computes them."""
@@ -440,10 +440,12 @@ def _forward(config: ReleaseConfig) -> str:
     if network is not None:
         ranked = "the signs are the hash code" if objective.get("bits") else "cosine similarity ranks them"
         return _NETWORK.format(base=objective.get("base"), dim=config.dim, ranked=ranked)
-    plain = backbone.get("adapter") == "bottleneck"
-    shared = f"{backbone.get('adapter_scale')} * up(relu(shared(relu(down(x)))))"
+    kind, scale = backbone.get("adapter"), backbone.get("adapter_scale")
+    low_rank = f"the query and value weights of the frozen encoder's blocks change by `{scale} * up @ down`"
+    adapters = {"mma": f"{scale} * up(relu(shared(relu(down(x)))))", "lora": f"{scale} * up(down(x))"}
     return _TOWERS.format(
-        adapter="up(gelu(down(x)))" if plain else shared,
+        adapter=adapters.get(str(kind), "up(gelu(down(x)))"),
+        blocks=low_rank if kind == "lora" else "the adapters follow the blocks of the frozen encoder",
         sum="x + z" if backbone.get("head") == "residual" else "z",
         dim=config.dim,
     )

@@ -159,8 +159,9 @@ def training_warnings(summary: RunSummary) -> Iterator[str]:
     if summary.one_step_tasks:
         yield ONE_STEP_TASKS
     if (below := summary.below_start) is not None:
+        model = "the personal models retrieve" if summary.personal_only else "the model retrieves"
         yield (
-            f"the model retrieves worse than before training: {metric_of(below.metric).heading} {below.after:.4f}, "
+            f"{model} worse than before training: {metric_of(below.metric).heading} {below.after:.4f}, "
             f"untrained {below.before:.4f}"
         )
     for name, whose in summary.unmeasured.items():

@@ -66,14 +66,14 @@ def new_metrics(appended: AppendedLines) -> tuple[list[MetricsLine], bool]:
 
 
 @span("disk")
-def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock, *, durable: bool = False) -> None:
-    """Append a line to ``metrics.jsonl``, with the real date and time; if ``durable``, wait until it is on disk.
+def append_metrics(folder: RunFolder, line: MetricsLine, clock: Clock) -> None:
+    """Append a line to ``metrics.jsonl``, with the real date and time; a checkpoint waits until it is on disk.
 
     Raises:
         InputError: the file cannot be written.
         DiskError: the disk is full or broken.
     """
-    append_line(folder.metrics, line.model_copy(update={"wall": clock.utc()}).plain(), durable=durable)
+    append_line(folder.metrics, line.model_copy(update={"wall": clock.utc()}).plain())
 
 
 def with_own_figures(summary: RunSummary) -> RunSummary:

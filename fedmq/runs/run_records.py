@@ -26,7 +26,7 @@ from fedmq.config.plug_ins import titled
 from fedmq.evaluation.metrics import Metric, is_known, metric_of
 from fedmq.evaluation.recall import HEADLINE
 from fedmq.runs.data_records import ItemCounts
-from fedmq.storage.json_files import Amount, DateTime, Digest, Finite, Stored
+from fedmq.storage.json_files import Amount, Count, DateTime, Digest, Finite, Stored
 
 
 @lru_cache(4096)  # the records of a run repeat the same names
@@ -214,8 +214,16 @@ class BestVersion(Stored):
     model_digest: Digest  # digest (hex) of the version's parameters
 
 
+class PrivacySpent(Stored):
+    """What the noise of a run guarantees each silo, by the number of its tasks; the audit counts what it sent."""
+
+    epsilon: Amount  # of all payloads with noise of the silo with most tasks; says nothing about other payloads
+    delta: Amount  # that of privacy.budget, otherwise 1e-5
+    tasks: Count  # of that silo
+
+
 class BelowStart(Stored):
-    """The metric in which a run made the shared model worse: mAP with hash networks, otherwise mean R@1."""
+    """The metric in which training made retrieval worse: mAP with hash networks, otherwise mean R@1."""
 
     metric: str
     before: Finite  # its value for the untrained model
@@ -242,7 +250,7 @@ class RunSummary(Stored):
     # for a method that shares no model.
     change: Amount | None = None
     metrics: Figures  # last evaluation of the shared model, on the whole split; empty without an evaluator
-    below_start: BelowStart | None = None  # set if the shared model retrieves worse than before training
+    below_start: BelowStart | None = None  # set if the model, or the personal ones, retrieve worse than before training
     # Last evaluation of the shared model by the silos; None if they do not evaluate it.
     own_heldout: OwnHeldOut | None = None
     per_silo: dict[str, SiloSummary]  # facts and metrics of each silo
@@ -268,6 +276,7 @@ class RunSummary(Stored):
     best: BestVersion | None = None
     # Key of the scenario that ended the run before its last round: ``evaluation.patience`` or ``privacy.budget``.
     ended_by: str | None = None
+    privacy: PrivacySpent | None = None  # None without noise
     # Items on which the evaluator's metrics are computed; None without an evaluator.
     evaluated: EvaluatedItems | None = None
     # Versions that the evaluator was to evaluate, and did not answer within the limit.

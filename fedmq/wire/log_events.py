@@ -41,7 +41,7 @@ class LogEvent(_Event):
     )
     BELOW_START = (
         "below_start",
-        "the last version retrieves worse than the untrained model: `metric`, `before` and `after`",
+        "the model, or personal ones, ended worse than untrained: `metric`, `before`, `after`",
         "warning",
     )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"
@@ -88,7 +88,7 @@ class LogEvent(_Event):
         "a secure sum leaves `rows` as they are: they have too few silos, or one dropped out",
         "warning",
     )
-    SUM_KEYS = "sum_keys", "the process signed its `keys` of a secure sum of `version`, for a `roster` of silos", "info"
+    SUM_KEYS = "sum_keys", "the process signed `keys` of a secure sum of `version`; `through` it go payloads", "info"
     SUM_SILOS = "sum_silos", "the process takes part in the secure sum of `version` with `silos`", "info"
     SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"
     ALL_MERGED = "all_merged", "the last round is merged", "info"

@@ -91,8 +91,8 @@ class _Record(Stored):
 
     def plain(self) -> dict[str, JsonValue]:
         """As JSON-serialisable data: what the log holds, no more and no less."""
-        declared = {name: value for name, value in self.__dict__.items() if name in self.model_fields_set}
-        return {**declared, **self._extra}
+        given = self.model_fields_set
+        return {**{name: value for name, value in self.__dict__.items() if name in given}, **self._extra}
 
     @property
     def line(self) -> bytes:

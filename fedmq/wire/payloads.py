@@ -190,6 +190,14 @@ class RouterStatistics(Payload):
     weight: Annotated[float, Real(0.0, 1.0)]
 
 
+@payload("clip_norm")
+@dataclass(frozen=True, eq=False)
+class ClipNorm(Payload):
+    """The present norm to which updates are clipped, if clipping is adaptive."""
+
+    value: Annotated[float, Real(1e-6, 1e6)]
+
+
 @payload("geometry")
 @dataclass(frozen=True, eq=False)
 class Geometry(Payload):

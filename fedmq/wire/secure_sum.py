@@ -58,7 +58,7 @@ U32 = NDArray[np.uint32]
 SEED_BYTES = 16
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 #: Steps of the fixed point for the largest change of a parameter; sums of weights up to 1 then stay below 2^31.
-_STEPS = float(1 << 30)
+STEPS = float(1 << 30)
 #: Kinds of payloads that hold an update or class rows of a silo: in a run with secure sums they never leave it.
 IN_CLEAR = frozenset(
     kind.KIND for kind in (Delta, PartialDelta, DiscriminatorDelta, ClassPrototypes, Memory, Representations)
@@ -255,7 +255,8 @@ class Sum:
     @cached_property
     def context(self) -> bytes:
         """The digest of all of it, from which masks are derived."""
-        parts = (self.run, self.version, self.roster, digest(self.keys), digest(self.weights))
+        bounds = _joined(*map(float.hex, self.bounds))
+        parts = (self.run, self.version, self.roster, digest(self.keys), digest(self.weights), bounds)
         return hashlib.sha256(_joined(*parts)).digest()
 
     @cached_property
@@ -350,7 +351,7 @@ def fixed_point(change: F32, weight: float, largest: float, out: U32) -> None:
     steps, result = np.empty(_BLOCK), out.view(np.int32)
     for start in range(0, len(change), _BLOCK):
         block = change[start : start + _BLOCK]
-        np.multiply(block, weight * (_STEPS / largest), out=steps[: len(block)], dtype=np.float64)
+        np.multiply(block, weight * (STEPS / largest), out=steps[: len(block)], dtype=np.float64)
         result[start : start + _BLOCK] = np.rint(steps[: len(block)], out=steps[: len(block)])
 
 
@@ -360,7 +361,7 @@ def decoded(total: U32, largest: float) -> F64:
     Raises:
         RemoteWireError: one is larger than ``largest``, as in a sum of silos that were told different things.
     """
-    result: F64 = total.view(np.int32).astype(np.float64) * (largest / _STEPS)
+    result: F64 = total.view(np.int32).astype(np.float64) * (largest / STEPS)
     if result.size and max(-result.min(), result.max()) > largest * (1 + 1e-6):
         raise refused("the sum is out of range: a silo sent, or was sent, something else than the others")
     return result

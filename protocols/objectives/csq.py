@@ -14,7 +14,7 @@ from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.seeds import numpy_generator
-from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
+from protocols.parts.labelled import EveryLabelledBatch, Samples, on_samples
 
 #: Maximum draws of random centres; the best draw is used.
 _DRAWS = 20
@@ -97,10 +97,10 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Every
     centres = hash_centres(classes, context.dim, drawing).to(device)
     ties = tie_break(context.dim, drawing).to(device)
 
-    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
+    def of_samples(options: Options, samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples.codes, samples.labels, centres, ties, options)
 
-    return labelled_samples(local, context.training.batch_size, batch_loss)
+    return on_samples(of_samples)(options, local, context, task)
 
 
 OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

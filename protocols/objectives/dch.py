@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedmq.config.sections import NonNegative, Positive
-from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
-from protocols.parts.losses import unit
+from protocols.parts.labelled import on_samples, similar_items
+from protocols.parts.losses import cosines
 
 #: Upper bound of cosines: equal codes would have distance 0, whose logarithm is infinite.
 _MOST_ALIKE = 0.99
@@ -33,7 +31,7 @@ class Options:
 
 def distances(a: Tensor, b: Tensor) -> Tensor:
     """d(a, b) = r / 2 (1 - min(cos, 0.99)) of each row of ``a`` [A, r] to each of ``b`` [B, r] -> [A, B]."""
-    return (1 - (unit(a) @ unit(b).T).clamp_max(_MOST_ALIKE)) * a.shape[1] / 2
+    return (1 - cosines(a, b).clamp_max(_MOST_ALIKE)) * a.shape[1] / 2
 
 
 def pair_weights(similar: Tensor) -> Tensor:
@@ -52,7 +50,7 @@ def loss(codes: Tensor, labels: Tensor, options: Options) -> Tensor:
         labels: float [B, C], multi-hot.
         options: scale and weight.
     """
-    similar = (labels @ labels.T > 0).to(codes.dtype)
+    similar = similar_items(labels, labels)
     distance = distances(codes, codes)
     entropy = similar * torch.log(distance / options.gamma) + torch.log1p(options.gamma / distance)
     binary = distances(codes.abs(), torch.ones_like(codes[:1]))
@@ -60,13 +58,8 @@ def loss(codes: Tensor, labels: Tensor, options: Options) -> Tensor:
     return (pair_weights(similar) * entropy).mean() + options.lamb * lost.mean()
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
-    """Start DCH for one task; single-modality silos train it on their modality."""
-
-    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
-        return loss(samples.codes, samples.labels, options)
-
-    return labelled_samples(local, context.training.batch_size, batch_loss)
-
-
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())
+OBJECTIVE = ObjectiveKind(
+    Options,
+    on_samples(lambda options, samples, generator: loss(samples.codes, samples.labels, options)),
+    lambda options: TowerPlan(),
+)

@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedmq.config.sections import Modality, NonNegative
 from fedmq.data.labels import fine_columns
@@ -31,6 +30,8 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import alternating, training
+from protocols.parts.labelled import similar_items
+from protocols.parts.losses import pair_nll
 from protocols.parts.training import I64
 
 
@@ -70,8 +71,7 @@ def terms(outputs: Tensor, buffer: Tensor, other: Tensor, codes: Tensor, similar
         similar: [B, n] 1 if two items share a label.
         rows: int64 [B], distinct indices of the batch's items.
     """
-    theta = 0.5 * outputs @ other.T
-    likelihood = (functional.softplus(theta) - similar * theta).sum()
+    likelihood = pair_nll(0.5 * outputs @ other.T, similar).sum()
     quantisation = (codes - outputs).square().sum()
     balance = (outputs.sum(0) + buffer.index_fill(0, rows, 0.0).sum(0)).square().sum()
     return torch.stack([likelihood, quantisation, balance])
@@ -98,7 +98,7 @@ class Dcmh(alternating.Alternating):
         buffer = self.buffers[modality]
         buffer[index] = alternating.output(out, self.options.buffer).detach()
         other = self.buffers.get("text" if modality == "image" else "image", buffer)
-        similar = (self.labels[index] @ self.labels.T > 0).to(buffer.dtype)
+        similar = similar_items(self.labels[index], self.labels)
         outputs = alternating.output(out, self.options.likelihood)
         sums = terms(outputs, buffer, other, self.codes[index], similar, index)
         return batch_loss(sums, len(rows), len(self.labels), self.options, self.scale)

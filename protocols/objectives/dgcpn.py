@@ -21,8 +21,8 @@ from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import training
-from protocols.parts.losses import EPSILON, unit
-from protocols.parts.similarity import cosines, item_features, mean_square
+from protocols.parts.losses import EPSILON, cosines, unit
+from protocols.parts.similarity import item_features, mean_square
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from fedmq.config.sections import Fraction, NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.losses import cosines
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, mean_square
 
 
 @dataclass(frozen=True)

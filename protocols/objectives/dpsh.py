@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
@@ -16,7 +15,8 @@ from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import alternating, training
-from protocols.parts.labelled import Samples, samples_of
+from protocols.parts.labelled import Samples, samples_of, similar_items
+from protocols.parts.losses import pair_nll
 
 _BANK = "base.bank"
 
@@ -42,9 +42,7 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
         bank_labels: float [N, C].
         alpha: weight.
     """
-    similar = (labels @ bank_labels.T > 0).to(codes.dtype)
-    theta = 0.5 * codes @ bank.T
-    likelihood = functional.softplus(theta) - similar * theta
+    likelihood = pair_nll(0.5 * codes @ bank.T, similar_items(labels, bank_labels))
     return likelihood.mean() + alpha * (codes - signs(codes.detach())).square().mean()
 
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedmq.config.sections import NonNegative
-from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import CommonSpacePlan, ObjectiveKind
 from fedmq.models.two_tower import Out
-from protocols.parts.labelled import EveryLabelledBatch
-from protocols.parts.losses import unit
+from protocols.parts.labelled import on_outputs, pairs_of
+from protocols.parts.losses import cosines, pair_nll
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,7 @@ def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
         b: [B, d].
         similar: [B, B] S = L L^T, counts of shared labels.
     """
-    gamma = 0.5 * unit(a) @ unit(b).T
-    likelihood: Tensor = functional.softplus(gamma) - similar * gamma
-    return likelihood.mean()
+    return pair_nll(cosines(a, b) / 2, similar).mean()
 
 
 def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:
@@ -73,10 +68,9 @@ def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) 
     present = [out for out in (image, text) if out is not None]
     similar = labels @ labels.T
     total = torch.stack([mean_length(logits_of(out) - labels) for out in present]).sum()
-    pairs = [(out.raw, out.raw) for out in present]
     if image is not None and text is not None:
-        pairs.append((image.raw, text.raw))
         total = total + options.beta * mean_length(image.raw - text.raw)
+    pairs = pairs_of(None if image is None else image.raw, None if text is None else text.raw)
     return total + options.alpha * torch.stack([pair_likelihood(a, b, similar) for a, b in pairs]).sum()
 
 
@@ -91,18 +85,14 @@ def logits_of(out: Out) -> Tensor:
     return out.logits
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
-    """Start DSCMR for one task; single-modality silos train it on their modality."""
-
-    def batch_loss(image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
-        return loss(image, text, labels, options)
-
-    return EveryLabelledBatch(local, context.training.batch_size, batch_loss)
-
-
 def network(options: Options) -> CommonSpacePlan:
     """DSCMR's own network, or FedSCMR's and FedCMR's variants of it."""
     return CommonSpacePlan(enhance=options.enhance, leaky=options.leaky)
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, network, on_features=True)
+OBJECTIVE = ObjectiveKind(
+    Options,
+    on_outputs(lambda options, image, text, labels: loss(image, text, labels, options)),
+    network,
+    on_features=True,
+)

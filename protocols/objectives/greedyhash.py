@@ -1,7 +1,7 @@
 """GreedyHash (Su et al. 2018): classification of the binary codes, a base in FedHAP's comparison.
 
 Both modalities share one classifier without bias, which is averaged with the network
-(:class:`fedmq.models.hash_networks.SignHead`).
+(:class:`fedmq.models.hash_networks.SharedHead`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.config.sections import NonNegative, Positive
-from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
+from protocols.parts.labelled import Samples, on_samples
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,10 @@ def loss(codes: Tensor, logits: Tensor, labels: Tensor, options: Options) -> Ten
     return entropy + options.alpha * ((codes.abs() - 1).abs() ** options.power).mean()
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
-    """Start GreedyHash for one task; single-modality silos train it on their modality."""
-
-    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
-        if samples.logits is None:
-            raise ValueError("GreedyHash needs a network with a classifier")
-        return loss(samples.codes, samples.logits, samples.labels, options)
-
-    return labelled_samples(local, context.training.batch_size, batch_loss)
+def _of_samples(options: Options, samples: Samples, generator: np.random.Generator) -> Tensor:
+    if samples.logits is None:
+        raise ValueError("GreedyHash needs a network with a classifier")
+    return loss(samples.codes, samples.logits, samples.labels, options)
 
 
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(sign_head=True))
+OBJECTIVE = ObjectiveKind(Options, on_samples(_of_samples), lambda options: TowerPlan(shared_head="signs"))

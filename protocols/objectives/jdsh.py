@@ -18,7 +18,8 @@ from torch import Tensor
 from fedmq.config.sections import NonNegative
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind
-from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, cosines, mean_square
+from protocols.parts.losses import cosines
+from protocols.parts.similarity import RECONSTRUCTING_TOWERS, Reconstruction, affinity, mean_square
 
 #: A similarity of the stretched kind.
 Signed = Annotated[float, Field(ge=-2.0, le=2.0)]

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import NonNegative
-from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
-from protocols.parts.labelled import EveryLabelledBatch, Samples, labelled_samples
-from protocols.parts.losses import unit
+from protocols.parts.labelled import Samples, on_samples, similar_items
+from protocols.parts.losses import cosines
 
 Distance = Literal["cosine", "euclidean"]
 Mining = Literal["random", "all", "hard", "nearest"]
@@ -44,7 +43,7 @@ class Options:
 def distances(a: Tensor, b: Tensor, kind: Distance) -> Tensor:
     """Distance of each row of ``a`` [A, r] to each row of ``b`` [B, r] -> [A, B]."""
     if kind == "cosine":
-        return 1 - unit(a) @ unit(b).T
+        return 1 - cosines(a, b)
     result: Tensor = torch.linalg.vector_norm(a[:, None] - b[None], dim=-1)
     return result
 
@@ -115,19 +114,14 @@ def ranking_loss(
 def loss(samples: Samples, options: Options, generator: np.random.Generator) -> Tensor:
     """Local triplets (eq 2) and mu times the quantisation loss (eq 7) of a batch; a positive shares a label."""
     codes = samples.codes
-    similar = samples.labels @ samples.labels.T > 0
+    similar = similar_items(samples.labels, samples.labels) > 0
     others = ~torch.eye(len(codes), dtype=torch.bool, device=codes.device)
     ranked = ranking_loss(codes, codes, similar & others, ~similar & others, options, generator)
     return ranked + options.mu * quantisation(codes, options.reduce)
 
 
-def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
-    """Start the triplet base for one task; single-modality silos train it on their modality."""
-
-    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
-        return loss(samples, options, generator)
-
-    return labelled_samples(local, context.training.batch_size, batch_loss)
-
-
-OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(bits=48))
+OBJECTIVE = ObjectiveKind(
+    Options,
+    on_samples(lambda options, samples, generator: loss(samples, options, generator)),
+    lambda options: TowerPlan(bits=48),
+)

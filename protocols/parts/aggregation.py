@@ -7,6 +7,7 @@ a merge never depends on the order of arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, SumLayout, Update, WeightedSum
+from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, Update, WeightedSum
+from fedmq.federation.sums import SumLayout
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import Payload
@@ -23,7 +25,9 @@ from fedmq.wire.payloads import Payload
 #: How a merge combines the updates of a branch, the option ``branch_renorm`` of methods: see :func:`merge_updates`.
 BranchRenorm = bool | Literal["conflict_free"]
 #: Elements per block of a sum.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 17
+#: Adds updates while the silos wait for the next model; it starts with the first large merge.
+_MERGING = ThreadPoolExecutor(2, "merge")
 #: How reports show the largest weight of a merge.
 LARGEST_WEIGHT = ReportedValue(
     "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."
@@ -281,16 +285,29 @@ def merge_updates(
     Returns:
         [P], in theta's precision; float32 in a run.
     """
-    step = torch.zeros_like(theta, dtype=torch.float64)
+    merged = theta.clone()
     paired = torch.tensor([update.silo.paired for update in updates])
     for name, row in branch_rows(updates, weights, branches, branch_renorm).items():
         part = branches[name]
         parts = [update.delta[part] for update in updates]
         if branch_renorm == "conflict_free":
-            step[part] = conflict_free(parts, row, paired)
+            merged[part] = stepped(theta[part], conflict_free(parts, row, paired))
         else:
-            add_weighted(step[part], parts, row)
-    return stepped(theta, step)
+            _add_in_blocks(merged[part], parts, row)
+    return merged
+
+
+def _add_in_blocks(theta: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
+    """Add sum_k w_k parts_k to parameters [P] in place, by two threads; each sum is float64, in the order given."""
+
+    def add(start: int) -> None:
+        block = theta[start : start + _BLOCK]
+        step = torch.zeros_like(block, dtype=torch.float64)
+        add_weighted(step, [part[start : start + _BLOCK] for part in parts], weights)
+        block.copy_(stepped(block, step))
+
+    blocks = range(0, theta.numel(), _BLOCK)
+    list((_MERGING.map if len(blocks) > 1 else map)(add, blocks))
 
 
 def stepped(theta: Tensor, step: Tensor) -> Tensor:
@@ -340,16 +357,21 @@ def row_weights(
         kind: the payload.
         weighted: weight rows by the samples behind them; otherwise each silo that holds a row counts once.
     """
+    counts = supports(replies, layout, kind).double()
+    counts = counts if weighted else (counts > 0).double()
+    shares = counts / counts.sum(0).clamp(min=1)
+    return dict(zip(layout.row_names(kind), shares.T, strict=True))
+
+
+def supports(replies: Sequence[Update], layout: SumLayout, kind: type[Payload]) -> Tensor:
+    """The samples behind each row of a payload, int64 [M, C], that the replies of a secure sum report."""
     first = 0
     for other, rows in layout.rows.items():
         if other is kind:
             break
         first += rows.count
-    supports = torch.stack([as_tensor(report.support) for report in (reply.report for reply in replies) if report])
-    counts = supports[:, first : first + layout.rows[kind].count].double()
-    counts = counts if weighted else (counts > 0).double()
-    shares = counts / counts.sum(0).clamp(min=1)
-    return dict(zip(layout.row_names(kind), shares.T, strict=True))
+    found = torch.stack([as_tensor(report.support) for report in (reply.report for reply in replies) if report])
+    return found[:, first : first + layout.rows[kind].count]
 
 
 def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]) -> tuple[Tensor, Tensor]:

@@ -8,14 +8,15 @@ their moving average (RCSR, below eq 11). Without anchoring it idles: it is sele
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from fedmq.config.sections import Fraction, NonNegative
-from fedmq.federation.protocol import Context, Local, Task, Update, take
+from fedmq.federation.protocol import Context, Local, Task, Update, WeightedSum, take
+from fedmq.federation.sums import SumLayout
 from fedmq.wire.payloads import ModalityPrototypes, Payload
 from protocols.parts import aggregation, prototypes, training
 from protocols.parts.losses import anchor
@@ -114,3 +115,14 @@ class Anchoring:
         rate = aggregation.decay_at_merge(self.options.ema, len(replies), self.context.cohort)
         updated = prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
         return {**tensors, **updated}
+
+    def sum_layout(self, layout: SumLayout) -> SumLayout:
+        """What a secure sum adds, with the prototypes."""
+        return replace(layout, rows={**prototypes.summed(self.context.dim), **layout.rows}) if self._active else layout
+
+    def weighed(
+        self, weighted: WeightedSum, tensors: Mapping[str, Tensor], replies: Sequence[Update], layout: SumLayout
+    ) -> WeightedSum:
+        """A secure sum of updates, with the prototypes; see :func:`protocols.parts.prototypes.with_sum`."""
+        ema, cohort, unit_length = self.options.ema, self.context.cohort, self.options.proto_unit
+        return prototypes.with_sum(weighted, tensors, replies, layout, ema=ema, cohort=cohort, unit_length=unit_length)

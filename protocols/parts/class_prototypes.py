@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, SumLayout, SummedRows, Update, take
+from fedmq.federation.protocol import Context, Update, take
+from fedmq.federation.sums import SumLayout, SummedRows
 from fedmq.models.hash_networks import plans_of
 from fedmq.wire.payloads import ClassPrototypes, Payload
 from protocols.parts.aggregation import as_tensor, means_of, still_known, updated_table

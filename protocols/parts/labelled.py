@@ -1,7 +1,8 @@
-"""Local training of supervised bases that use one labelled batch at a time: DSCMR, triplet, DCH, GreedyHash and CSQ.
+"""Local training of supervised bases that use one labelled batch at a time.
 
-The last four losses come from image hashing and have one kind of sample. Here the codes of both towers form one set of
-samples: a silo contributes its modalities, and samples with a common label attract within and across modalities.
+The losses of triplet, DCH, GreedyHash and CSQ come from image hashing and have one kind of sample. Here the codes of
+both towers form one set of samples: a silo contributes its modalities, and samples with a common label attract within
+and across modalities.
 """
 
 from __future__ import annotations
@@ -9,14 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Local
+from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.two_tower import Out
 from protocols.parts import training
+
+
+def similar_items(a: Tensor, b: Tensor) -> Tensor:
+    """S [A, B], 1 if two items share a label, from labels [A, C] and [B, C]."""
+    return (a @ b.T > 0).to(a.dtype)
+
+
+def pairs_of(image: Tensor | None, text: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Each modality that a silo has with itself, then both with each other."""
+    pairs = [(each, each) for each in (image, text) if each is not None]
+    return pairs if image is None or text is None else [*pairs, (image, text)]
 
 
 @dataclass(frozen=True)
@@ -78,12 +91,24 @@ class EveryLabelledBatch(training.Work):
         return self.loss(image, text, labels, generator)
 
 
-def labelled_samples(
-    local: Local, batch_size: int, loss: Callable[[Samples, np.random.Generator], Tensor]
-) -> EveryLabelledBatch:
-    """One step per batch with a loss of :class:`Samples` and the task's generator."""
+Begin = Callable[[Any, Local, Context, Task], EveryLabelledBatch]
+"""Starts a base loss in one task, given its options; single-modality silos train it on their modality."""
 
-    def batch_loss(image: Out | None, text: Out | None, labels: Tensor, generator: np.random.Generator) -> Tensor:
-        return loss(samples_of(image, text, labels), generator)
 
-    return EveryLabelledBatch(local, batch_size, batch_loss)
+def on_outputs(loss: Callable[[Any, Out | None, Out | None, Tensor], Tensor]) -> Begin:
+    """A base loss of its options, a batch's image and text outputs, None for a missing modality, and labels [B, C]."""
+    return _every_batch(lambda options, image, text, labels, _: loss(options, image, text, labels))
+
+
+def on_samples(loss: Callable[[Any, Samples, np.random.Generator], Tensor]) -> Begin:
+    """A base loss of its options, a batch's samples and the task's generator."""
+    return _every_batch(
+        lambda options, image, text, labels, *more: loss(options, samples_of(image, text, labels), *more)
+    )
+
+
+def _every_batch(loss: Callable[..., Tensor]) -> Begin:
+    def begin(options: Any, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
+        return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options))
+
+    return begin

@@ -30,6 +30,17 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (unit(a) * unit(b)).sum(-1)
 
 
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of each row of ``a`` [A, d] with each row of ``b`` [B, d] -> [A, B]."""
+    return unit(a) @ unit(b).T
+
+
+def pair_nll(theta: Tensor, similar: Tensor) -> Tensor:
+    """Negative log-likelihood log(1 + e^theta) - S theta of each pair, of any shape."""
+    loss: Tensor = functional.softplus(theta) - similar * theta
+    return loss
+
+
 def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
     """Zero, the base loss of items that are trained on a method's further terms alone."""
     return torch.zeros(())

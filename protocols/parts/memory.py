@@ -14,10 +14,9 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from protocols.parts.class_prototypes import class_means
-from protocols.parts.losses import unit
+from protocols.parts.losses import cosines, pair_nll, unit
 
 #: How memories are computed: cosine K-means from class means; class means only; K-means from random rows, as in
 #: FedCAFE's code; or K-means per modality and then over both results, as in its paper.
@@ -63,7 +62,7 @@ def spherical_kmeans(points: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
     """Index of the centroid [C, r] of largest cosine for each point [n, r] -> int64 [n]."""
-    return (unit(points) @ unit(centroids).T).argmax(1)
+    return cosines(points, centroids).argmax(1)
 
 
 def random_kmeans(points: Tensor, classes: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -154,8 +153,7 @@ def difference(local: Tensor, shared: Tensor, similar: Tensor) -> Tensor:
         shared: [j, r] rows of the global memory.
         similar: [i, j] S, 1 where two rows should be similar.
     """
-    theta = 0.5 * local @ shared.T
-    return (functional.softplus(theta) - similar * theta).sum()
+    return pair_nll(0.5 * local @ shared.T, similar).sum()
 
 
 def differences(memories: Sequence[Rows], shared: Tensor, filled: Tensor, *, by_class: bool) -> Tensor:

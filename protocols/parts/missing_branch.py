@@ -75,7 +75,9 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     if trainable(names, silo) == names:
         return payload
     part = layout if layers is None else layout.part(names)
-    change = torch.zeros(part.size)
+    change = torch.empty(part.size)
+    for lacking in part.ranges(set(names).difference(payload.names)):
+        change[lacking] = 0.0
     aggregation.insert(change, part, payload.names, read_only(payload.buffer))
     buffer = change.numpy()
     if layers is None:

@@ -27,7 +27,6 @@ from fedmq.federation.protocol import (
     MergeResult,
     SiloFacts,
     State,
-    SumLayout,
     Task,
     Trained,
     Traits,
@@ -35,8 +34,9 @@ from fedmq.federation.protocol import (
     WeightedSum,
     take,
 )
+from fedmq.federation.sums import SumLayout
 from fedmq.models.hash_networks import Tower
-from fedmq.models.two_tower import Out
+from fedmq.models.two_tower import BRANCHES, SHARED, Out
 from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, training
@@ -286,6 +286,15 @@ class PartialFedAvg(FederatedProtocol):
         """Ranges of the flat buffer that a silo trains, by branch; the rest stays frozen at its initial values."""
         return training.branches_of(local)
 
+    def ranges_of(self, local: Local, names: Sequence[str]) -> Mapping[str, Sequence[slice]]:
+        """Ranges of some layers, by branch; only of branches that the silo trains and that have such layers."""
+        found, layout = dict[str, Sequence[slice]](), self.context.layout
+        for branch in training.branches_of(local):
+            prefix = next((each for modality, each in BRANCHES.items() if modality == branch), SHARED)
+            if parts := layout.ranges(name for name in names if name.startswith(prefix)):
+                found[branch] = parts
+        return found
+
     def update(self, delta: Tensor, samples: int) -> PartialDelta:
         """Upload payload of the shared layers of a model's change [P]."""
         layout = self.context.layout
@@ -324,7 +333,8 @@ class PartialFedAvg(FederatedProtocol):
         def merged(after: State, arrived: Sequence[Update], weights: Tensor) -> MergeResult:
             return MergeResult(replace(after, tensors=self.fedavg.anchoring.averaged(state.tensors, arrived, weights)))
 
-        return self.summed(state, replies, self.fedavg.weights(replies), merged)
+        weighted = self.summed(state, replies, self.fedavg.weights(replies), merged)
+        return self.fedavg.anchoring.weighed(weighted, state.tensors, replies, self.sum_layout())
 
     def summed(
         self,
@@ -350,7 +360,7 @@ class PartialFedAvg(FederatedProtocol):
 
     @override
     def sum_layout(self) -> SumLayout:
-        return SumLayout(self.context.layout, self.shared, self.branches)
+        return self.fedavg.anchoring.sum_layout(SumLayout(self.context.layout, self.shared, self.branches))
 
     @override
     def no_sum(self) -> str:

@@ -7,15 +7,17 @@ coordinator ignores prototypes of modalities that the sender lacks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import SiloFacts, Update, take
-from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
-from protocols.parts.aggregation import as_tensor
+from fedmq.federation.protocol import Added, MergeResult, SiloFacts, Update, WeightedSum, take
+from fedmq.federation.sums import SumLayout, SummedRows
+from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes, Payload
+from protocols.parts.aggregation import as_tensor, branch_weights, decay_at_merge, means_of, supports
 from protocols.parts.losses import unit
 
 PROTOTYPES = "prototypes"
@@ -78,10 +80,14 @@ def read_uploads(replies: Sequence[Update], dim: int) -> tuple[Tensor, Tensor]:
     """All replies' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
 
     A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit
-    length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector.
+    length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector. If a secure sum adds
+    prototypes, no reply has any, and rows are zero.
     """
     rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
     for index, reply in enumerate(replies):
+        if reply.report is not None and not any(isinstance(each, ModalityPrototypes) for each in reply.payloads):
+            mask[index] = torch.tensor(has(reply.silo))
+            continue
         payload = take(reply.payloads, ModalityPrototypes)
         sent = (payload.mask & IMAGE, payload.mask & TEXT)
         values = (payload.image, payload.text)
@@ -159,3 +165,48 @@ def updated(
         prototypes[modality] = (unit(new) if unit_length else new).float()
         valid[modality] = True
     return {PROTOTYPES: prototypes, VALID: valid}
+
+
+# ------------------------------------------------------------------------------------------------------- secure sums
+def summed(dim: int) -> Mapping[type[Payload], SummedRows]:
+    """The prototypes [2, d] of replies in a secure sum, of unit length."""
+    return {ModalityPrototypes: SummedRows(2, dim, 1 + TOLERANCE, common=True)}
+
+
+def with_sum(
+    weighted: WeightedSum,
+    before: Mapping[str, Tensor],
+    replies: Sequence[Update],
+    layout: SumLayout,
+    *,
+    ema: float,
+    cohort: int | None,
+    unit_length: bool,
+) -> WeightedSum:
+    """A secure sum of updates that also adds the silos' prototypes, if the layout has them, with the same weights.
+
+    Args:
+        weighted: the sum of the updates.
+        before: the tensors before the merge.
+        replies: M of them, with reports.
+        layout: what the sum adds.
+        ema: see :func:`protocols.parts.aggregation.decay_at_merge`, like ``cohort``.
+        cohort: see ``ema``.
+        unit_length: see :func:`updated`.
+    """
+    if ModalityPrototypes not in layout.rows:
+        return weighted
+    held = supports(replies, layout, ModalityPrototypes) > 0
+    held &= torch.tensor([has(reply.silo) for reply in replies])
+    rows = {
+        name: branch_weights(weighted.weights, of_modality)
+        for name, of_modality in zip(layout.row_names(ModalityPrototypes), held.T, strict=True)
+    }
+
+    def finish(added: Added) -> MergeResult:
+        merged, (means, known) = weighted.finish(added), means_of(added.means, layout, ModalityPrototypes)
+        one, rate = torch.ones(1, dtype=torch.float64), decay_at_merge(ema, len(added.replies), cohort)
+        new = updated(before, means[None].float(), known[None], one, rate, unit_length=unit_length)
+        return replace(merged, state=replace(merged.state, tensors={**merged.state.tensors, **new}))
+
+    return replace(weighted, rows={**weighted.rows, **rows}, finish=finish)

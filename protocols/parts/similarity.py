@@ -20,18 +20,13 @@ from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import TowerPlan
 from fedmq.models.two_tower import Out
 from protocols.parts import training
-from protocols.parts.losses import unit
+from protocols.parts.losses import cosines, unit
 
 _EPOCHS = "base.epochs"
 #: The towers of DJSRH and JDSH, initialised as in their code: with DGCPN's wide last layer the growing factor of tanh's
 #: inputs would saturate all outputs. In their code the hidden layer and the dropout of the image tower are AlexNet's,
 #: which is trained, and the text tower has no dropout.
 RECONSTRUCTING_TOWERS = TowerPlan((4096,), (4096,), tanh=True, dropout=True)
-
-
-def cosines(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of each row of ``a`` [A, d] with each row of ``b`` [B, d] -> [A, B]."""
-    return unit(a) @ unit(b).T
 
 
 def mean_square(a: Tensor, b: Tensor) -> Tensor:

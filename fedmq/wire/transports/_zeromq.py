@@ -23,7 +23,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received
+from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received, widen
 from fedmq.wire.transports.base import FRAMES, MOST_FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
@@ -263,6 +263,8 @@ class ZeroMQConnection(Connection):
         while self._monitor is not None and self._monitor.poll(0):
             message = parse_monitor_message(self._monitor.recv_multipart())
             event, value = message["event"], message["value"]
+            if event == zmq.EVENT_CONNECTED:
+                widen(value)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._established += 1
                 self._admitted, self._broken, self._refusal = True, False, None

@@ -1,0 +1,69 @@
+"""FFA-LoRA: silos train the factor B of low-rank adapters, A stays at its initial value (Sun et al., 2024).
+
+``backbone.adapter: lora`` adds s B A to frozen weights, with B = 0 at the start. FedAvg of both factors (``protocol:
+fedavg``) has the product of the means of B_i and A_i, which is not the mean of the silos' products B_i A_i. With one A
+for all silos, which is never trained, it is (arXiv 2403.12313), and updates have half of the adapters' numbers:
+
+ΔW = s mean(B_i) A = s mean(B_i A)
+
+All silos derive the same A from the seed. The projection heads are trained and averaged as well, and the global model
+is evaluated. LoRA's rank is ``backbone.bottleneck`` and s is ``backbone.adapter_scale``. In the blocks of an open_clip
+model adapters change the weights of queries and values; on features the frozen weight is the identity, x + s B A x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Context, Local, Traits
+from protocols.fedavg import AnchoredOptions
+from protocols.parts.personal_model import PartialFedAvg
+
+
+def factors_of(context: Context, name: str) -> tuple[str, ...]:
+    """Names of one factor's layers, A = ``down`` or B = ``up``, in the layout's order.
+
+    Raises:
+        InputError: the model has no low-rank adapters.
+    """
+    adapters = [entry.name for entry in context.layout.entries if ".adapters." in entry.name]
+    if not adapters or any(each.endswith(".bias") for each in adapters):
+        found, allowed = "a model without low-rank adapters", "lora, whose factors the method averages"
+        raise InputError("backbone.adapter", found, allowed)
+    return tuple(each for each in adapters if f".{name}." in each)
+
+
+class FfaLora(PartialFedAvg):
+    """FFA-LoRA, see the module docstring."""
+
+    Options: ClassVar[type[Any]] = AnchoredOptions
+
+    @staticmethod
+    def layers_of(options: AnchoredOptions, context: Context) -> tuple[str, ...]:
+        """Names of all layers but A, in the layout's order.
+
+        Raises:
+            InputError: the model has no low-rank adapters.
+        """
+        frozen = factors_of(context, "down")
+        return tuple(entry.name for entry in context.layout.entries if entry.name not in frozen)
+
+    @classmethod
+    def traits_of(cls, options: AnchoredOptions) -> Traits:
+        """FedAvg's: the frozen layers are the same everywhere, so that the global model is complete."""
+        return Traits()
+
+    @override
+    def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:
+        return self.ranges_of(local, self.shared)
+
+    @override
+    def kept(self, local: Local) -> dict[str, Any]:
+        return {}
+
+
+PROTOCOL = FfaLora

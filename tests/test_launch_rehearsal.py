@@ -18,11 +18,11 @@ from fedmq.launch.rehearsal import Finding, check_warnings
 pytestmark = pytest.mark.slow
 
 
-def found(file: Path, *settings: str, merges: int = 2) -> Mapping[Finding, list[str]]:
+def found(file: Path, *settings: str, merges: int = 2, most: int = 1000) -> Mapping[Finding, list[str]]:
     """The warnings of a scenario in which all silos train in each round, by what they are about."""
     run = resolve(read(file, ("participation=1", *settings)), protocols)
     population = build_population(run.scenario, pooled=run.pooled)
-    made = list(check_warnings(run, population, merges, most=1000))
+    made = list(check_warnings(run, population, merges, most=most))
     return {each: [warning.text for warning in made if warning.finding is each] for each in Finding}
 
 
@@ -51,6 +51,14 @@ def test_a_method_whose_model_is_within_a_thousandth_of_fedavgs_is_nearly_fedavg
         "of FedAvg's distance to the initial model"
     )
     assert equal(1) == []
+
+
+def test_scaffold_and_fednova_are_not_called_fedavg_where_a_slow_check_sees_one_merge_or_even_silos(tiny: Path) -> None:
+    assert found(tiny, "protocol=scaffold", SEVERAL, merges=1)[Finding.EQUALS_FEDAVG] == []
+    nova = ("protocol=fednova", "partition.sizes=proportional", "training.batch_size=2")
+    whole, part = (found(tiny, *nova, most=most) for most in (1000, 4))
+    assert whole[Finding.EQUALS_FEDAVG] == part[Finding.EQUALS_FEDAVG] == whole[Finding.NOT_COMPARED] == []
+    assert "all silos take the same number of steps" in part[Finding.NOT_COMPARED][0]
 
 
 def test_of_several_options_only_those_without_effect_are_named(tiny: Path) -> None:

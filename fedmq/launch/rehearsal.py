@@ -43,6 +43,8 @@ _MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
 #: Number of queries, and of gallery items, to which a rehearsal reduces a larger split; fewer for a comparison of
 #: options, which estimates no times.
 _EVALUATED, _COMPARED = 1000, 100
+#: Merges of a comparison at least: SCAFFOLD's first one is FedAvg's, because all control variates are 0 until then.
+_COMPARED_MERGES = 2
 #: Time after which no further option is compared [s].
 _COMPARING_SECONDS = 60.0
 #: Distance of two models below which they count as equal, as a fraction of FedAvg's distance to the initial model.
@@ -222,11 +224,11 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
     Args:
         run: the scenario.
         population: its data.
-        merges: number of merges to carry out; with 0, because tasks take too long, nothing is compared.
+        merges: number of merges to carry out, at least two; with 0, because tasks take too long, nothing is compared.
         most: a silo with more items trains on this many of each kind.
     """
-    counts = [len(population.train[silo.index]) for silo in population.silos]
-    if {steps_per_task(run.scenario, count) for count in counts if count} == {1}:
+    steps = _steps(run.scenario, population)
+    if steps == {1}:
         yield CheckWarning(Finding.ONE_STEP_TASKS, ONE_STEP_TASKS)
     if not merges:
         yield CheckWarning(
@@ -236,12 +238,19 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
     given, part = tuple(run.source.scenario.protocol.options), part_of(population, run.scenario, most, _COMPARED)
     try:
         run = _all_parts_on(run)
-        usual = _rounds(run, part, merges)
+        usual = _rounds(run, part, max(merges, _COMPARED_MERGES))
     except FedmqError as error:
         yield CheckWarning(Finding.NOT_COMPARED, f"the method and its options are not compared: {error}")
         return
-    yield from _compared_with_fedavg(run, part, usual)
+    evened = len(steps) > 1 and len(_steps(run.scenario, part)) == 1
+    yield from _compared_with_fedavg(run, part, usual, evened=evened)
     yield from _compared_without_options(run, given, part, usual)
+
+
+def _steps(scenario: Scenario, population: Population) -> set[int]:
+    """The different numbers of steps that a task takes in the silos."""
+    counts = (len(population.train[silo.index]) for silo in population.silos)
+    return {steps_per_task(scenario, count) for count in counts if count}
 
 
 @dataclass(frozen=True)
@@ -308,8 +317,13 @@ def _all_parts_on(run: ResolvedRun) -> ResolvedRun:
     return _with_method(run, choice.name, {**choice.options, **later}) if later else run
 
 
-def _compared_with_fedavg(run: ResolvedRun, population: Population, usual: _Rounds) -> Iterator[CheckWarning]:
-    """Warn if FedAvg, with the same values of common options, trains the same model in the first rounds."""
+def _compared_with_fedavg(
+    run: ResolvedRun, population: Population, usual: _Rounds, *, evened: bool
+) -> Iterator[CheckWarning]:
+    """Warn if FedAvg, with the same values of common options, trains the same model in the first rounds.
+
+    ``evened``: the silos take different numbers of steps, but not on this part of their items. FedNova is FedAvg then.
+    """
     label, options = run.scenario.protocol.label, run.scenario.protocol.options
     if label == "fedavg" or run.pooled or run.personal_only:
         return
@@ -327,7 +341,10 @@ def _compared_with_fedavg(run: ResolvedRun, population: Population, usual: _Roun
     after = f"after {counted(usual.merges, 'round')} with all its parts switched on, its model"
     if distance == 0 and protocols.traits_of(run.scenario).personalised:
         return  # its silos' personal models may be all that it adds, as with Ditto
-    if distance == 0:
+    if evened and distance < _EQUAL * moved:
+        why = "on the part of the items that this check takes, all silos take the same number of steps"
+        yield CheckWarning(Finding.NOT_COMPARED, f"{label} is not compared with FedAvg: {why}")
+    elif distance == 0:
         yield CheckWarning(Finding.EQUALS_FEDAVG, f"{label} is FedAvg here: {after} is bit-identical to FedAvg's")
     elif moved and distance / moved < _EQUAL:
         share = f"{distance / moved:.1g} of FedAvg's distance to the initial model"

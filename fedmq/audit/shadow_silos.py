@@ -33,8 +33,7 @@ from fedmq.models.two_tower import BRANCHES, TwoTower
 from fedmq.runs.captured_payloads import Array, Fields
 from fedmq.seeds import numpy_generator
 from fedmq.wire.payloads import Delta, PartialDelta, Payload
-from protocols.parts.aggregation import inserted
-from protocols.parts.missing_branch import shortened, updating
+from protocols.parts.aggregation import inserted, shortened, updating
 
 #: Numbers of items in the batches whose updates are inverted.
 BATCHES = (1, 2, 4, 8)

@@ -124,7 +124,7 @@ def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column
     made = scenario(tmp_path, data={"name": "manifest", "path": str(tmp_path / "list.csv")}, backbone={"name": "lite"})
     dealt: list[list[int]] = []
 
-    def can_start(_: Scenario, population: Population) -> None:
+    def can_start(_: ResolvedRun, __: Scenario, population: Population) -> None:
         dealt.extend(rows.tolist() for rows in population.train)
 
     monkeypatch.setattr(preparation, "_can_start", can_start)

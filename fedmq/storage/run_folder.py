@@ -285,8 +285,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch  # noqa: PLC0415 - as above
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    # An empty array of NumPy has a stride of 0, with which torch gives no other view.
-    values: memoryview = (flat if flat.numel() else torch.zeros(0)).view(torch.uint8).numpy().data
+    if flat.numel() < 2:  # torch calls it contiguous whatever its stride, and then views it as no other type
+        flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
+    values: memoryview = flat.view(torch.uint8).numpy().data
     return values
 
 

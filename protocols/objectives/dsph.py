@@ -20,8 +20,10 @@ before tanh is left out, and the scenario's optimiser trains the proxies too, fo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedmq.config.sections import NonNegative, Number
@@ -44,7 +46,7 @@ class Options:
     """
 
     alpha: NonNegative = 0.8
-    zeta: Number = 0.0
+    zeta: Annotated[Number, Field(ge=-1.0, le=1.0)] = 0.0
 
 
 def mean_over(values: Tensor, chosen: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import scipy.io as scipy_io
 from PIL import Image
 from safetensors.numpy import save_file
 
-from fedmq.config.resolve import parse
+from fedmq.config.resolve import ResolvedRun, parse
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data.extract import plan
 from fedmq.data.readers.manifest import read_manifest

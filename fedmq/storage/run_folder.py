@@ -304,7 +304,7 @@ def write_tensors(
     """
     # The library would copy the tensors, and write each with one call: while it does, no other thread runs.
     order = sorted(tensors, key=lambda name: (list(_DTYPES).index(str(tensors[name].dtype)), name))
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].nbytes

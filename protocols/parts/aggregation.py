@@ -7,7 +7,6 @@ a merge never depends on the order of arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
@@ -25,9 +24,7 @@ from fedmq.wire.payloads import Payload
 #: How a merge combines the updates of a branch, the option ``branch_renorm`` of methods: see :func:`merge_updates`.
 BranchRenorm = bool | Literal["conflict_free"]
 #: Elements per block of a sum.
-_BLOCK = 1 << 17
-#: Adds updates while the silos wait for the next model; it starts with the first large merge.
-_MERGING = ThreadPoolExecutor(2, "merge")
+_BLOCK = 1 << 18
 #: How reports show the largest weight of a merge.
 LARGEST_WEIGHT = ReportedValue(
     "Largest aggregation weight", "weight", "Weight of the reply that counts most in a merge."
@@ -285,29 +282,16 @@ def merge_updates(
     Returns:
         [P], in theta's precision; float32 in a run.
     """
-    merged = theta.clone()
+    step = torch.zeros_like(theta, dtype=torch.float64)
     paired = torch.tensor([update.silo.paired for update in updates])
     for name, row in branch_rows(updates, weights, branches, branch_renorm).items():
         part = branches[name]
         parts = [update.delta[part] for update in updates]
         if branch_renorm == "conflict_free":
-            merged[part] = stepped(theta[part], conflict_free(parts, row, paired))
+            step[part] = conflict_free(parts, row, paired)
         else:
-            _add_in_blocks(merged[part], parts, row)
-    return merged
-
-
-def _add_in_blocks(theta: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
-    """Add sum_k w_k parts_k to parameters [P] in place, by two threads; each sum is float64, in the order given."""
-
-    def add(start: int) -> None:
-        block = theta[start : start + _BLOCK]
-        step = torch.zeros_like(block, dtype=torch.float64)
-        add_weighted(step, [part[start : start + _BLOCK] for part in parts], weights)
-        block.copy_(stepped(block, step))
-
-    blocks = range(0, theta.numel(), _BLOCK)
-    list((_MERGING.map if len(blocks) > 1 else map)(add, blocks))
+            add_weighted(step[part], parts, row)
+    return stepped(theta, step)
 
 
 def stepped(theta: Tensor, step: Tensor) -> Tensor:

@@ -83,15 +83,15 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def minutes(text: str) -> float:
-    """A time limit above 0 [min], given on a command line.
+    """A time limit [min], given on a command line; with 0 nothing is started.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
     with suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
+        if 0 <= (value := float(text)) < float("inf"):
             return value
-    raise argparse.ArgumentTypeError(f"{text!r}, allowed: a number of minutes above 0")
+    raise argparse.ArgumentTypeError(f"{text!r}, allowed: a number of minutes, at least 0")
 
 
 def load_average() -> float:

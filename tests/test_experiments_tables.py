@@ -425,8 +425,8 @@ def test_recall_is_plotted_against_the_epsilon_of_the_runs_that_have_one(tiny: P
         folder = RunFolder(tmp_path / str(recall))
         finish(folder, recall)
         summary_file = json.loads(folder.summary.read_text())
-        spent = {} if epsilon is None else {"privacy": {"epsilon": epsilon, "delta": 1e-5, "tasks": 2}}
-        folder.summary.write_text(json.dumps(summary_file | spent))
+        spent = {"epsilon": epsilon, "delta": 1e-5, "tasks": 2, "without_noise": ["loss"]}
+        folder.summary.write_text(json.dumps(summary_file | ({} if epsilon is None else {"privacy": spent})))
         outcomes[entry.name] = {0: results.read(folder)}
     plan = ComparisonPlan(varied, (0,), ("mean_r1", plots.EPSILON))
     rows = made_rows.rows(plan, dict.fromkeys(outcomes, ()), outcomes)

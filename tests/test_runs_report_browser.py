@@ -17,6 +17,7 @@ from fedmq.runs.report.html import Figure, document
 from fedmq.runs.report.run_report import side_by_side
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
+from tests.waiting import PATIENCE
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -51,6 +52,7 @@ def opened(browser: Any, report: Path, width: int, scheme: str = "light") -> tup
     page.on(
         "request", lambda request: None if request.url.startswith(("file:", "data:")) else errors.append(request.url)
     )
+    page.set_default_timeout(PATIENCE * 1000)  # on a busy machine Chromium needs more than Playwright's 30 s
     page.goto(report.as_uri())
     page.wait_for_function("[...document.querySelectorAll('.canvas')].every(each => each.querySelector('.main-svg'))")
     return page, errors

@@ -1,108 +1,261 @@
 """What silos' payloads reveal to a curious coordinator, by method and mitigation.
 
-    python -m benchmarks.leakage [--seeds 5] [--json FILE]
+    python -m benchmarks.leakage [--seeds 5] [--jobs 2] [--out docs/results/data]
 
-Each row is a scenario with the settings of one mitigation, run once per seed with `privacy.capture`, and attacked by
-`fedmq audit --probe`. The JSON file has the form of `fedmq compare --json`, so `tools.make_results` writes its table.
+Each row is a scenario with the settings of one mitigation, run once per seed with `privacy.capture`, and attacked as by
+`fedmq audit --probe --shadows 8`. Finished runs are kept in `leakage.json`: the same command continues. The other
+files have the form of `fedmq compare --json`, so `tools.make_results` writes their tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import tempfile
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from pydantic import TypeAdapter
-from rich.console import Console
-from rich.table import Table
+import torch
+from scipy.stats import t
 
-from benchmarks.runs import output_of, simulated
-from fedmq.audit.payload_attacks import PayloadProbe
+import protocols
+from benchmarks.runs import simulated
+from fedmq.audit.payload_attacks import PayloadProbe, probe_payloads
+from fedmq.config.resolve import read, resolve
 from fedmq.experiments.tables import Cell, Grid
+from fedmq.launch.supervisor import simulate_inline
+from fedmq.retrieval.released_model import open_release
+from fedmq.runs.results import read_summary
+from fedmq.storage.run_folder import RunFolder
 
-_STATISTICS = "modality_prototypes: {clip_norm: 1.5, noise_multiplier: 1}, loss: {clip_norm: 5, noise_multiplier: 1}"
-_GEOMETRY = ", geometry: {clip_norm: 4, noise_multiplier: 1}"
-#: Settings of section privacy by name; ``<geometry>`` stands for that of methods that send it.
+SHADOWS = 8
+KEPT = "leakage.json"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, as rows of the tables have it."""
+
+    settings: tuple[str, ...]
+    metric: str  # by which its runs are measured
+    statistics: str = ""  # clipping and noise of what silos send besides updates
+    clip: float = 0.5  # norm to which updates are clipped
+
+
+_PROTOTYPES = "modality_prototypes: {clip_norm: 1.5, noise_multiplier: 1}, loss: {clip_norm: 5, noise_multiplier: 1}"
+#: Classes of few items at some silos, and the training of the methods' own scenarios.
+_HASHED = (
+    "partition={kind: dir_class, alpha: 0.1}",
+    "training={optimizer: adam, learning_rate: 1.0e-3, weight_decay: 0.0, warmup_rounds: 0, local_epochs: 5}",
+)
+#: The methods, in runs with the silos and data of the smoke scenario.
+METHODS: Mapping[str, Method] = {
+    "fedavg": Method(("protocol={name: fedavg}",), "mean_r1", _PROTOTYPES),
+    "rcsr": Method(
+        ("protocol={name: rcsr, warmup: 1}",),
+        "mean_r1",
+        f"{_PROTOTYPES}, geometry: {{clip_norm: 4, noise_multiplier: 1}}",
+    ),
+    "fedcafe": Method(
+        (
+            "protocol={name: fedcafe, memory: class_mean, weighted_agg: false}",
+            "objective={base: dcmh, bits: 32, hidden: 256, eta: 1.0, image_layers: 0}",
+            *_HASHED,
+        ),
+        "map",
+        "memory: {clip_norm: 3, noise_multiplier: 0.2}",
+    ),
+    "fedhap": Method(
+        (
+            "protocol={name: fedhap}",
+            "objective={base: triplet, bits: 48, hidden: 256, mu: 0.005, reduce: mean}",
+            *_HASHED,
+        ),
+        "map",
+        "class_prototypes: {clip_norm: 10, noise_multiplier: 0.2}",
+    ),
+    "fedscmr": Method(
+        (
+            "protocol={name: fedscmr, eval_space: enhanced}",
+            "objective={base: dscmr, enhance: true, hidden: 256, bits: 256}",
+            *_HASHED,
+            "training.validation=0.2",
+        ),
+        "map",
+    ),
+    "feduch": Method(("protocol={name: feduch}", "objective={base: dgcpn, bits: 64, hidden: 256}", *_HASHED), "map"),
+    "fedavg with sgd": Method(
+        (
+            "protocol={name: fedavg}",
+            "training={optimizer: sgd, momentum: 0.0, weight_decay: 0.0, learning_rate: 0.1, warmup_rounds: 1}",
+        ),
+        "mean_r1",
+    ),
+}
+#: Settings of section privacy by name; ``<clip>`` and ``<statistics>`` are the method's.
 MITIGATIONS = {
     "none": "",
-    "clipped updates": "clip_norm: 0.5",
-    "noise on updates": "clip_norm: 0.5, noise_multiplier: 0.05",
-    "noise on statistics": f"statistics: {{{_STATISTICS}<geometry>}}",
+    "least support 8": "least_support: 8",
+    "noise on updates": "clip_norm: <clip>, noise_multiplier: 0.05",
+    "clipped updates": "clip_norm: <clip>",
+    "noise on statistics": "statistics: {<statistics>}",
     "secure aggregation": "secure_aggregation: {max_weight: 1.0, min_contributors: 1.0}",
 }
-METHODS = {"fedavg": "protocol={name: fedavg}", "rcsr": "protocol={name: rcsr, warmup: 1}"}
-#: Columns: payload and attack, and their heads.
-ATTACKS = {
-    "difference": ("update, difference", ("delta", "partial_delta")),
-    "gradient": ("update, gradient", ("delta", "partial_delta")),
-    "cosine, image": ("image prototype", ("modality_prototypes",)),
-    "cosine, text": ("text prototype", ("modality_prototypes",)),
+_UPDATES = ("delta", "partial_delta")
+_CLASSES = ("class_prototypes", "memory")
+Format = Callable[[Sequence[Mapping[str, float]]], str]
+
+
+def _over(name: str, form: str = ".3f") -> Format:
+    """The mean of a value over runs, and half of its 95 % t-interval."""
+
+    def cell(runs: Sequence[Mapping[str, float]]) -> str:
+        values = [run[name] for run in runs if name in run]
+        if not values:
+            return "not sent"
+        half = stdev(values) / math.sqrt(len(values)) * t.ppf(0.975, len(values) - 1) if len(values) > 1 else math.nan
+        return f"{mean(values):{form}}{'' if math.isnan(half) else f' ± {half:{form}}'}".replace("0.", ".")
+
+    return cell
+
+
+def _against(name: str, form: str) -> Format:
+    """How often an inference is right over all runs, how often by guessing, and of how many."""
+
+    def cell(runs: Sequence[Mapping[str, float]]) -> str:
+        made = [(run[name], run[f"{name}, chance"], run[f"{name}, count"]) for run in runs if name in run]
+        count = sum(each[2] for each in made)
+        right, chance = (sum(each[i] * each[2] for each in made) / count if count else 0.0 for i in (0, 1))
+        return f"{right:{form}} ({chance:{form}}), {count:.0f}" if count else "not sent"
+
+    return cell
+
+
+#: Tables: their files, and the heads and contents of their columns; a row has a value in a column besides the first.
+TABLES: Mapping[str, Mapping[str, Format]] = {
+    "leakage_updates": {
+        "quality": _over("quality"),
+        "gradient: AUC": _over("update, gradient"),
+        "shadows: AUC": _over("update, shadows"),
+        "TPR": _over("update, shadows, TPR"),
+        "one modality: AUC": _over("update, shadows, one modality"),
+    },
+    "leakage_prototypes": {
+        "quality": _over("quality"),
+        "AUC, image": _over("modality_prototypes, cosine, image"),
+        "AUC, text": _over("modality_prototypes, cosine, text"),
+        "nearest item": _against("modality_prototypes, a prototype", ".0%"),
+    },
+    "leakage_rows": {
+        "quality": _over("quality"),
+        **{size: _against(f"rows, a row of {size}", ".0%") for size in ("1 item", "2 to 7 items", "8 items or more")},
+    },
+    "leakage_inversion": {
+        "quality": _over("quality"),
+        **{
+            f"{modality}, {batch}": _against(f"{modality}, {batch}", ".2f")
+            for modality in ("image", "text")
+            for batch in (1, 8)
+        },
+    },
 }
 
 
-def probed(scenario: str, settings: list[str], seed: int) -> tuple[float, PayloadProbe]:
-    """R@1 of a run (mean of both directions), and what the probe of its payloads found."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        summary = simulated(Path(scenario), run, *settings, f"seed={seed}")
-        found = output_of("audit", str(run), "--probe")["payloads_probe"]
-    return float(summary["metrics"]["mean_r1"]), TypeAdapter(PayloadProbe).validate_python(found)
+def values_of(measured: PayloadProbe) -> dict[str, float]:
+    """What a probe found, as values by name."""
+    found = dict[str, float]()
+    for attack in measured.attacks:
+        name = f"{'update' if attack.payload in _UPDATES else attack.payload}, {attack.name}"
+        name += "" if attack.paired else ", one modality"
+        found |= {name: attack.result.auc.value, f"{name}, TPR": attack.result.tpr.value}
+    for one in measured.inferences:
+        name = f"{'rows' if one.payload in _CLASSES else one.payload}, {one.what.rpartition(' nearest to ')[2]}"
+        found |= {name: one.found, f"{name}, chance": one.chance or 0.0, f"{name}, count": one.count}
+    for each in measured.inversions:
+        name = f"{each.modality}, {each.batch}"
+        found |= {name: each.cosine, f"{name}, chance": each.chance, f"{name}, count": each.count}
+    return found
 
 
-def row(scenario: str, settings: list[str], seeds: int) -> list[str]:
-    """The cells of one row: R@1, the attacks' AUC, and whose number of items is shown."""
-    runs = [probed(scenario, settings, seed) for seed in range(seeds)]
-    cells = [_over([recall for recall, _ in runs], ".4f")]
-    for name, (_, kinds) in ATTACKS.items():
-        values = [
-            attack.result.auc.value
-            for _, found in runs
-            for attack in found.attacks
-            if attack.name == name and attack.payload in kinds
-        ]
-        cells.append(_over(values, ".3f") if values else "not sent")
-    sizes = [
-        f"{one.payload} {one.found:.0%}" for one in runs[0][1].inferences if one.what == "the number of training items"
-    ]
-    return [*cells, ", ".join(sizes) or "nothing"]
+def allowed(method: str, mitigation: str) -> bool:
+    """Whether a mitigation changes what a method's silos send; another optimiser has a row without any."""
+    if method.endswith("sgd"):
+        return mitigation == "none"
+    by_class = "memory" in METHODS[method].statistics or "class_prototypes" in METHODS[method].statistics
+    return {"noise on statistics": METHODS[method].statistics != "", "least support 8": by_class}.get(mitigation, True)
 
 
-def _over(values: list[float], form: str) -> str:
-    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{spread}".replace("0.", ".")
+def probed(scenario: str, method: str, mitigation: str, seed: int) -> dict[str, float]:
+    """The quality of a run (mean of both directions), and what the probe of its payloads found."""
+    torch.set_num_threads(1)
+    about, secure = METHODS[method], mitigation == "secure aggregation"
+    keys = MITIGATIONS[mitigation].replace("<clip>", str(about.clip)).replace("<statistics>", about.statistics)
+    settings = (*about.settings, f"privacy={{capture: true, {keys}}}", f"seed={seed}", "evaluation.every=0")
+    with tempfile.TemporaryDirectory() as place:
+        folder = RunFolder(Path(place) / "run")
+        if secure:  # which needs processes with keys
+            simulated(Path(scenario), folder.root, *settings)
+        else:
+            run = resolve(read(Path(scenario), [*settings, "launcher=inline"]), protocols)
+            folder.root.mkdir()
+            folder.scenario.write_text(run.scenario.dump(), encoding="utf-8")
+            simulate_inline(run, folder, resume=False, status=lambda _: None)
+        measured = probe_payloads(open_release(folder.root), shadows=SHADOWS)
+        return {"quality": read_summary(folder).metrics[about.metric], **values_of(measured)}
+
+
+def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Grid:
+    """A table of what some methods send, with the number of runs of each row; other methods have no row."""
+    body = {name: (str(len(made)), *(cell(made) for cell in columns.values())) for name, made in runs.items()}
+    senders = {name.partition(":")[0] for name, cells in body.items() if {*cells[2:]} != {"not sent"}}
+    shown = [(name, *cells) for name, cells in body.items() if name.partition(":")[0] in senders and runs[name]]
+    note = "runs with seeds from 0; mean and half of its 95 % t-interval over them"
+    return Grid(("", "runs", *columns), tuple(tuple(map(Cell, row)) for row in shown), (note,))
 
 
 def main() -> None:
-    """Print the table, and write it."""
+    """Make the runs that are missing, and write the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.leakage", description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--scenario", default="scenarios/smoke.yaml")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/data"), help="folder of the results")
     arguments = parser.parse_args()
-    head = ("method", "mitigation", "mean_r1", *(name for name, _ in ATTACKS.values()), "number of items shown by")
-    body = []
-    for method, protocol in METHODS.items():
-        for mitigation, keys in MITIGATIONS.items():
-            own = keys.replace("<geometry>", _GEOMETRY if method == "rcsr" else "")
-            settings = [protocol, f"privacy={{capture: true, {own}}}"]
-            body.append((method, mitigation, *row(arguments.scenario, settings, arguments.seeds)))
-            print(*body[-1], sep="  ", flush=True)
-    table = Table(*head)
-    for line in body:
-        table.add_row(*line)
-    Console().print(table)
-    if arguments.json is not None:
-        notes = (
-            f"{arguments.seeds} seeds, mean and standard deviation over them. AUC of telling training pairs from "
-            "held-out ones; .5 is guessing.",
-        )
-        grid = Grid(head, tuple(tuple(map(Cell, line)) for line in body), notes)
-        command = f"python -m benchmarks.leakage --seeds {arguments.seeds}"
-        kept = {"command": command, "table": asdict(grid), "runs": []}
-        arguments.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = arguments.out / KEPT
+    runs: dict[str, dict[str, float]] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    rows = [(method, name) for method in METHODS for name in MITIGATIONS if allowed(method, name)]
+    planned = sorted(
+        (seed, [*MITIGATIONS].index(name), method, name) for seed in range(arguments.seeds) for method, name in rows
+    )
+    missing = [(method, name, seed) for seed, _, method, name in planned if run_name(method, name, seed) not in runs]
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
+        begun = {pool.submit(probed, arguments.scenario, *each): run_name(*each) for each in missing}
+        for done in as_completed(begun):
+            runs[begun[done]] = done.result()
+            print(begun[done], flush=True)
+            write(runs, arguments.out, arguments.seeds, rows)
+
+
+def write(runs: Mapping[str, Mapping[str, float]], out: Path, seeds: int, rows: Sequence[tuple[str, str]]) -> None:
+    """Keep the runs that are done, and write the tables of those with the first seeds."""
+    (out / KEPT).write_text(json.dumps(dict(sorted(runs.items())), indent=0) + "\n", encoding="utf-8")
+    names = {row: [run_name(*row, seed) for seed in range(seeds)] for row in rows}
+    by_row = {": ".join(row): [runs[name] for name in each if name in runs] for row, each in names.items()}
+    for file, columns in TABLES.items():
+        command, grid = f"python -m benchmarks.leakage --seeds {seeds}", table(columns, by_row)
+        plain = {"command": command, "table": asdict(grid), "runs": []}
+        text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+        (out / f"{file}.json").write_text(text, encoding="utf-8")
+
+
+def run_name(method: str, mitigation: str, seed: int) -> str:
+    """Name of a run in the file of the kept ones."""
+    return f"{method}, {mitigation}, {seed}"
 
 
 if __name__ == "__main__":

@@ -10,34 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from coordinator import round_events as events
 from coordinator.checkpoints import Checkpointing
 from coordinator.counters import Counters, TaskErrors, nothing_merged
 from coordinator.evaluation import EvaluationRequests
 from coordinator.faults import FaultInjector
 from coordinator.liveness import Absences, ReconnectThrottle, await_silos
 from coordinator.peers import Inbox, Peers, Ready, Unusable
-from coordinator.round_events import (
-    Action,
-    Collect,
-    Discard,
-    EvaluationAborted,
-    Event,
-    Expelled,
-    Failed,
-    Finish,
-    Joined,
-    Lost,
-    Merge,
-    Merged,
-    Phase,
-    Send,
-    SetDeadline,
-    Stage,
-    StillConnected,
-    Stop,
-    Switched,
-    WaitEnded,
-)
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from coordinator.secure_sums import Answer, SecureSums
@@ -99,9 +78,9 @@ class Loop:
         if off := self._timeline.begin(self.run_context.trace, self.clock.now(), self._facts):
             record = self.log.note(LogEvent.OFF_AT_START, silos=", ".join(off))
             for name in off:
-                self._handle(Switched(name, on=False), record)
+                self._handle(events.Switched(name, on=False), record)
 
-    def run(self, *, continues: bool = False) -> Phase:
+    def run(self, *, continues: bool = False) -> events.Phase:
         """Run until all rounds are merged and evaluated, a stop is requested, or late silos are to be included.
 
         With ``continues`` the silos are connected already, to an earlier loop of this process.
@@ -115,21 +94,21 @@ class Loop:
         if continues:
             here = tuple(name for name in self._facts if self.roster.online(name))
             self._seen.update(here)
-            self._start_on(StillConnected(here), self.log.note(LogEvent.STILL_CONNECTED, silos=", ".join(here)))
+            self._start_on(events.StillConnected(here), self.log.note(LogEvent.STILL_CONNECTED, silos=", ".join(here)))
         self.status.update(self.rounds, self._seen)  # the file exists even if the run fails at once
         try:
-            while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
+            while self.rounds.phase not in (events.Phase.DONE, events.Phase.STOPPED):
                 self._step()
         finally:
             self.saving.write()
         waiting = self.clock.stopwatch()
-        if self.rounds.phase is Phase.DONE:
+        if self.rounds.phase is events.Phase.DONE:
             if not self.counters.participations.total():
                 raise nothing_merged(self._errors, self.counters, self.rounds.version)
             if not self._measure_personal(self.rounds.version, self.saving.committed, final=True):
-                self._handle(EvaluationAborted(), self.log.note(LogEvent.EVALUATION_ABORTED))
+                self._handle(events.EvaluationAborted(), self.log.note(LogEvent.EVALUATION_ABORTED))
         self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
-        if self.rounds.phase is Phase.DONE and self.roster.wired and not self.stop_silos:
+        if self.rounds.phase is events.Phase.DONE and self.roster.wired and not self.stop_silos:
             await_silos(self._unheard, self.clock, self.roster.online, self._poll, self.stop_wanted, self.log.logger)
         self.roster.note_unlogged()
         self.status.update(self.rounds, self._seen, force=True)
@@ -158,7 +137,7 @@ class Loop:
         self._check_peers()
 
     def _step(self) -> None:
-        idle = self.rounds.phase is Phase.GATHERING or not self.rounds.pending
+        idle = self.rounds.phase is events.Phase.GATHERING or not self.rounds.pending
         self.stopping_for_late_silos = idle and self.late_silos() and not self.stop_wanted()
         if self.stopping_for_late_silos or self.stop_wanted():
             self._stop()
@@ -167,7 +146,7 @@ class Loop:
         if entry is None and self.rounds.stalled:
             raise RunError("no eligible silo becomes available again; correct participation.trace")
         # The time of a resumed run stands still until all silos have joined; pending tasks are due afterwards.
-        gathering = self.rounds.phase is Phase.GATHERING
+        gathering = self.rounds.phase is events.Phase.GATHERING
         if entry is not None and not gathering and self._outcomes.allow(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
@@ -188,12 +167,13 @@ class Loop:
     def _stop(self) -> None:
         """Stop the rounds, as the operator requested or to include late silos."""
         self._handle(
-            Stop(), self.log.note(LogEvent.LATE_SILOS if self.stopping_for_late_silos else LogEvent.STOP_REQUESTED)
+            events.Stop(),
+            self.log.note(LogEvent.LATE_SILOS if self.stopping_for_late_silos else LogEvent.STOP_REQUESTED),
         )
 
-    def _handle(self, event: Event, record: int | None) -> None:
+    def _handle(self, event: events.Event, record: int | None) -> None:
         """Pass an event to the rounds machine and carry out its actions; ``record`` is the log record of its cause."""
-        if isinstance(event, Failed):
+        if isinstance(event, events.Failed):
             self._outcomes.fail(event, record)
             self._errors.task_failed(event.silo)
             if event.reason not in (FailureReason.ERROR, FailureReason.POLICY):
@@ -205,21 +185,21 @@ class Loop:
         for action in self.run_context.longest_first(actions):
             self._perform(action)
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: events.Action) -> None:
         match action:
-            case Send():
+            case events.Send():
                 self._send(action)
-            case SetDeadline(round_, after):
+            case events.SetDeadline(round_, after):
                 self._timeline.deadline(self.clock.now() + after, round_, action.cause)
-            case Collect():
+            case events.Collect():
                 assert self.sums is not None  # noqa: S101 - only its runs have further stages
                 found = self._outcomes.taken(action.replies)
                 self.sums.collect(action, found, self.states, self.counters.participations)
-            case Merge():
+            case events.Merge():
                 self._merge(action)
-            case Discard():
+            case events.Discard():
                 self._outcomes.discard(action)
-            case Finish(cause=cause):
+            case events.Finish(cause=cause):
                 self.log.note(LogEvent.ALL_MERGED, version=self.rounds.version, caused_by=cause)
             case _:
                 assert_never(action)
@@ -228,7 +208,7 @@ class Loop:
         """Handle what the peers send; wait at most ``wait`` [s] for the first message."""
         for received, record in self._inbox.receive(wait):
             match received:
-                case Failed(silo=silo):
+                case events.Failed(silo=silo):
                     self._limits.forget(silo)
                     self._fail(received)
                 case Ready():
@@ -250,9 +230,11 @@ class Loop:
         self._note_answer(header, record)
         answers = header.kind in (Kind.REPLY, Kind.ERROR) and header.sender in self._facts
         if not self.evaluation.unreadable(header) and answers and header.reply_to is not None:
-            self._on_refused(Failed(header.sender, header.reply_to, unusable.reason, cause=record), unusable.detail)
+            self._on_refused(
+                events.Failed(header.sender, header.reply_to, unusable.reason, cause=record), unusable.detail
+            )
 
-    def _on_refused(self, failed: Failed, detail: RemoteWireError | str) -> None:
+    def _on_refused(self, failed: events.Failed, detail: RemoteWireError | str) -> None:
         """Fail the task of a refused reply."""
         if self._outcomes.is_open(self.rounds.pending, failed.silo, failed.sequence):
             self._errors.refused(failed.silo, detail, scripted=self.fault_injector.attacked(failed.silo))
@@ -263,7 +245,7 @@ class Loop:
         if ready.returned and name != EVALUATOR:
             self._limits.lost(name, now)
             record = self.log.note(LogEvent.RETURNED, peer=name, caused_by=record)
-            self._handle(Lost(name), record)
+            self._handle(events.Lost(name), record)
         if self._reconnects.must_wait(name, now, BEAT_SECONDS):
             self._absences.begin(name, now)
             return
@@ -280,13 +262,13 @@ class Loop:
     def _join(self, name: str, cause: int | None) -> None:
         """A silo is ready for tasks; the run starts once enough silos are."""
         self._limits.forget(name)
-        self._start_on(Joined(name), self.log.note(LogEvent.JOINED, peer=name, caused_by=cause))
+        self._start_on(events.Joined(name), self.log.note(LogEvent.JOINED, peer=name, caused_by=cause))
 
-    def _start_on(self, event: Joined | StillConnected | WaitEnded, record: int) -> None:
+    def _start_on(self, event: events.Joined | events.StillConnected | events.WaitEnded, record: int) -> None:
         """Handle an event after which the rounds may start."""
-        gathering = self.rounds.phase is Phase.GATHERING
+        gathering = self.rounds.phase is events.Phase.GATHERING
         self._handle(event, record)
-        if not gathering or self.rounds.phase is Phase.GATHERING:
+        if not gathering or self.rounds.phase is events.Phase.GATHERING:
             return
         now = self.clock.stopwatch()
         if "startup" not in self.counters.seconds:
@@ -306,7 +288,7 @@ class Loop:
                 self._on_reply(message, record)
             except RemoteWireError as error:
                 record = self.roster.refuse(header.sender, error, 0)
-                self._on_refused(Failed(header.sender, header.reply_to, error.reason, cause=record), error)
+                self._on_refused(events.Failed(header.sender, header.reply_to, error.reason, cause=record), error)
         elif self.evaluation.measured(message):
             if self.evaluation.outstanding < outstanding:
                 self._limits.evaluated(self.clock.stopwatch())
@@ -336,7 +318,7 @@ class Loop:
         if number is not None and silo in self._facts:
             if self._outcomes.is_open(self.rounds.pending, silo, number):
                 self._errors.reported(silo, text, message.payloads[0])
-            self._fail(Failed(silo, number, reason_of(message), cause=record))
+            self._fail(events.Failed(silo, number, reason_of(message), cause=record))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:
@@ -344,7 +326,7 @@ class Loop:
             self._errors.silo_failed(silo, text)
             self._on_peer_lost(silo, record)
 
-    def _fail(self, failed: Failed, after: float | None = None) -> None:
+    def _fail(self, failed: events.Failed, after: float | None = None) -> None:
         """Store a failure as the outcome of its task, unless the task has one; ``after`` as for Outcomes.put."""
         self._outcomes.put(self.rounds.pending, failed.silo, failed.sequence, failed, after, cause=failed.cause)
 
@@ -369,21 +351,21 @@ class Loop:
             self.evaluation.give_up(name)
         self._fail_overdue()
         if self.rounds.awaited and now - self._began > patience:
-            self._start_on(WaitEnded(), self.log.note(LogEvent.REJOIN_TIMEOUT))
+            self._start_on(events.WaitEnded(), self.log.note(LogEvent.REJOIN_TIMEOUT))
         given_up = self._absences.give_up(patience, now, self.rounds.pending) if self.run_context.gives_up else {}
         for name, sequence in given_up.items():
             record = self.log.note(LogEvent.SILO_ABSENT, peer=name)
-            self._fail(Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
+            self._fail(events.Failed(name, sequence, FailureReason.STAYED_AWAY, gone=True, cause=record))
         self.status.update(self.rounds, self._seen)
 
     def _fail_overdue(self) -> None:
         """Fail overdue tasks of connected silos; these silos are not selected until they reply."""
-        if self.rounds.phase in (Phase.GATHERING, Phase.MERGING):
+        if self.rounds.phase in (events.Phase.GATHERING, events.Phase.MERGING):
             return
         for task in self._limits.exceed(self._inbox.caught_up):  # judged as of then, as replies may be unread
             record = self.log.note(LogEvent.TASK_OVERDUE, peer=task.silo, sequence=task.sequence)
-            self._handle(Lost(task.silo), record)
-            self._fail(Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
+            self._handle(events.Lost(task.silo), record)
+            self._fail(events.Failed(task.silo, task.sequence, FailureReason.OVERDUE, gone=True, cause=record))
 
     def _on_peer_lost(self, name: str, cause: int | None = None) -> None:
         """End a peer's session; ``cause`` is the number of the log record of why."""
@@ -392,7 +374,7 @@ class Loop:
         if name in self._facts:
             self._absences.begin(name, self.clock.stopwatch())
             self._limits.lost(name, self.clock.stopwatch())
-            self._handle(Lost(name), record)
+            self._handle(events.Lost(name), record)
 
     def _expel_unaccepted(self) -> None:
         """Continue without the peers whose keys are not or no longer accepted."""
@@ -408,22 +390,24 @@ class Loop:
         if name in self.rounds.online or name == EVALUATOR:
             self._on_peer_lost(name, record)
         if name in self._facts:
-            self._handle(Expelled(name), record)
+            self._handle(events.Expelled(name), record)
         task = self.rounds.pending.get(name)
         if task is not None and self._outcomes.is_open(self.rounds.pending, name, task.sequence):
-            self._fail(Failed(name, task.sequence, FailureReason.EXPELLED, gone=True, cause=record))
+            self._fail(events.Failed(name, task.sequence, FailureReason.EXPELLED, gone=True, cause=record))
 
-    def _send(self, action: Send) -> None:
+    def _send(self, action: events.Send) -> None:
         silo = self.run_context.facts_at(action.silo, action.base_version)
         outcome = drawn_outcome(self.run_context, self.fault_injector, action, silo, self.sums)
         due = self._outcomes.expect(silo.name, action.sequence, self.run_context.outcome_at(silo.name, outcome))
         off = self.clock.virtual and not self.run_context.trace.on(silo.name, due)
         if off or not outcome.sent:
             # The task is known to fail, so it is not sent. While silos join or evaluate, none is stopped.
-            if self.rounds.phase is Phase.COLLECTING:
+            if self.rounds.phase is events.Phase.COLLECTING:
                 self.fault_injector.withhold(silo.name, outcome)
             if self._outcomes.get(silo.name, action.sequence) is None:
-                failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF, cause=action.cause)
+                failed = events.Failed(
+                    silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF, cause=action.cause
+                )
                 self._fail(failed, max(0.0, outcome.due - self.clock.now()))
             return
         self.fault_injector.restart(silo.name)
@@ -431,7 +415,7 @@ class Loop:
             self._absences.begin(silo.name, self.clock.stopwatch())
             return
         kind, info = Kind.SUM, None
-        if self.sums is None or action.stage is Stage.TRAIN:
+        if self.sums is None or action.stage is events.Stage.TRAIN:
             kind, payloads = Kind.TASK, self.run_context.task(self.states[action.base_version], silo)
             info = self.run_context.task_info(action.round, self.saving.durably_committed(silo.name))
         else:
@@ -442,11 +426,11 @@ class Loop:
         if self.roster.send(silo.name, message):
             self.counters.add_traffic("down", silo.name, payloads)
             self._limits.sent(silo.name, action.sequence, self.clock.stopwatch())
-            if action.stage is Stage.TRAIN:
+            if action.stage is events.Stage.TRAIN:
                 self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     @span("merge")
-    def _merge(self, action: Merge) -> None:
+    def _merge(self, action: events.Merge) -> None:
         """Merge, write a checkpoint and notify the rounds machine; a crash leaves all of this done or none of it."""
         began, round_, arrived, cause = self.clock.stopwatch(), action.round, action.replies, action.cause
         now, merges = self.rounds.version, self.counters.participations
@@ -497,4 +481,4 @@ class Loop:
         if self.stopping_for_late_silos:
             self._stop()
         else:
-            self._handle(Merged(version, last=last), cause)
+            self._handle(events.Merged(version, last=last), cause)

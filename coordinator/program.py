@@ -231,10 +231,7 @@ def _listener(arguments: CoordinatorArguments, identity: Identity, accepted: Acc
 
 
 def _resumable(
-    arguments: CoordinatorArguments,
-    data: RunData,
-    saved: checkpoints.Checkpoint | None,
-    accepted: AcceptedKeys | None,
+    arguments: CoordinatorArguments, data: RunData, saved: checkpoints.Checkpoint | None, accepted: AcceptedKeys | None
 ) -> tuple[RunContext, torch.Tensor]:
     """The result of :func:`run_context_of`, if the run can begin or resume with it.
 
@@ -320,10 +317,7 @@ class _Process:
         return None if self._loop is None else self._loop.status.latest
 
     def run(
-        self,
-        data: RunData,
-        setting: tuple[RunContext, torch.Tensor] | None,
-        saved: checkpoints.Checkpoint | None,
+        self, data: RunData, setting: tuple[RunContext, torch.Tensor] | None, saved: checkpoints.Checkpoint | None
     ) -> CoordinatorResult:
         """Run all rounds, and write the summary and the model."""
         counters = saved.counters if saved else Counters()
@@ -375,11 +369,7 @@ class _Process:
         dismiss_all(self.roster, names, wait, self.clock, self.log.logger, loop.rounds.gone)
 
     def _loop_of(
-        self,
-        run_context: RunContext,
-        theta: torch.Tensor,
-        saved: checkpoints.Checkpoint | None,
-        counters: Counters,
+        self, run_context: RunContext, theta: torch.Tensor, saved: checkpoints.Checkpoint | None, counters: Counters
     ) -> Loop:
         plan, log, clock, roster = run_context.plan, self.log, self.clock, self.roster
         issued = saved.issued if saved else {}

@@ -12,35 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from coordinator import round_events as events
 from coordinator.participation import RoundsPlan
-from coordinator.round_events import (
-    Action,
-    Arrived,
-    Collect,
-    Deadline,
-    Discard,
-    DiscardReason,
-    EvaluationAborted,
-    Event,
-    Expelled,
-    Failed,
-    Finish,
-    Joined,
-    Lost,
-    Merge,
-    Merged,
-    PendingTask,
-    Phase,
-    RoundsRecord,
-    Send,
-    SetDeadline,
-    Stage,
-    StillConnected,
-    Stop,
-    Switched,
-    WaitEnded,
-    silos_of,
-)
 from fedmq.errors import FedmqError
 from fedmq.wire.secure_sum import needed
 
@@ -50,7 +23,7 @@ class IllegalEventError(FedmqError):
 
 
 #: The next machine, and the actions to carry out.
-Step = tuple["Rounds", tuple[Action, ...]]
+Step = tuple["Rounds", tuple[events.Action, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,13 +35,13 @@ class Rounds:
     """
 
     plan: RoundsPlan
-    phase: Phase = Phase.GATHERING
+    phase: events.Phase = events.Phase.GATHERING
     version: int = 0  # number of merges so far; also the number of the present round
     online: frozenset[str] = frozenset()  # silos with a session
     off: frozenset[str] = frozenset()  # silos that the availability trace has off
     # Silos given up; they are not selected until they rejoin, and a resumed run starts without them.
     gone: frozenset[str] = frozenset()
-    pending: Mapping[str, PendingTask] = field(default_factory=dict)
+    pending: Mapping[str, events.PendingTask] = field(default_factory=dict)
     # Silos selected at this version whose task has not failed. A silo is selected at most once per version.
     cohort: tuple[str, ...] = ()
     arrived: Mapping[str, int] = field(default_factory=dict)  # task numbers of the replies to be merged next, by silo
@@ -83,7 +56,7 @@ class Rounds:
     # Silos that took part before the run was resumed; it starts without them only after WaitEnded.
     awaited: frozenset[str] = frozenset()
 
-    def handle(self, event: Event, record: int | None = None) -> tuple[Rounds, tuple[Action, ...]]:
+    def handle(self, event: events.Event, record: int | None = None) -> tuple[Rounds, tuple[events.Action, ...]]:
         """The next machine, and the actions to carry out, with the event's log record as their cause.
 
         Raises:
@@ -92,7 +65,7 @@ class Rounds:
         transition = TABLE[self.phase].get(type(event))
         if transition is None:
             raise IllegalEventError(f"{type(event).__name__} is not allowed while {self.phase}")
-        for silo in silos_of(event):
+        for silo in events.silos_of(event):
             if silo not in self.plan.silos:
                 raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
         after, actions = transition.change(self, event)
@@ -104,63 +77,63 @@ class Rounds:
         return after, tuple(replace(action, cause=record) for action in actions)
 
     # ------------------------------------------------------------------------------------------- what events change
-    def same(self, event: Event) -> Step:
+    def same(self, event: events.Event) -> Step:
         """The event changes nothing but, where the table says so, the phase."""
         return self, ()
 
-    def join(self, event: Joined) -> Step:
+    def join(self, event: events.Joined) -> Step:
         """A silo joins, and gets its pending task again."""
         joined, _ = self.join_late(event)
         return joined, joined._resend((event.silo,))
 
-    def join_late(self, event: Joined) -> Step:
+    def join_late(self, event: events.Joined) -> Step:
         """A silo joins after the last round."""
         return replace(self, online=self.online | {event.silo}, gone=self.gone - {event.silo}), ()
 
-    def stay_connected(self, event: StillConnected) -> Step:
+    def stay_connected(self, event: events.StillConnected) -> Step:
         """Silos are connected already, and get their pending tasks again."""
         return replace(self, online=self.online.union(event.silos)), self._resend(event.silos)
 
-    def lose(self, event: Lost) -> Step:
+    def lose(self, event: events.Lost) -> Step:
         """A silo is not connected any more."""
         return replace(self, online=self.online - {event.silo}), ()
 
-    def switch(self, event: Switched) -> Step:
+    def switch(self, event: events.Switched) -> Step:
         """The trace turns a silo on or off."""
         return replace(self, off=self.off - {event.silo} if event.on else self.off | {event.silo}), ()
 
-    def expel(self, event: Expelled) -> Step:
+    def expel(self, event: events.Expelled) -> Step:
         """A silo's key was removed."""
         return replace(self, online=self.online - {event.silo}, gone=self.gone | {event.silo}), ()
 
-    def end_wait(self, event: WaitEnded) -> Step:
+    def end_wait(self, event: events.WaitEnded) -> Step:
         """The minimum of silos suffices from now on."""
         return replace(self, awaited=frozenset()), ()
 
-    def arrive(self, event: Arrived) -> Step:
+    def arrive(self, event: events.Arrived) -> Step:
         """Keep a reply for the merge, or discard it."""
         task = self._task_of(event)
         if task is None:
-            return self, (Discard(event.silo, event.sequence, DiscardReason.DUPLICATE),)
+            return self, (events.Discard(event.silo, event.sequence, events.DiscardReason.DUPLICATE),)
         received = self._answered(event)
         if (reason := self._discard_reason(task)) is not None:
-            return received, (Discard(event.silo, event.sequence, reason),)
+            return received, (events.Discard(event.silo, event.sequence, reason),)
         return replace(received, arrived={**self.arrived, event.silo: event.sequence}), ()
 
-    def answer(self, event: Arrived) -> Step:
+    def answer(self, event: events.Arrived) -> Step:
         """Keep an answer in a step of a secure sum; discard a late reply to the training before it."""
         task = self._task_of(event)
-        if task is None or task.stage is Stage.TRAIN:
+        if task is None or task.stage is events.Stage.TRAIN:
             return self.arrive_late(event)
         return replace(self._answered(event), arrived={**self.arrived, event.silo: event.sequence}), ()
 
-    def arrive_late(self, event: Arrived) -> Step:
+    def arrive_late(self, event: events.Arrived) -> Step:
         """Discard a reply after the last merge."""
         known = self._task_of(event) is not None
-        reason = DiscardReason.LATE if known else DiscardReason.DUPLICATE
-        return self._answered(event) if known else self, (Discard(event.silo, event.sequence, reason),)
+        reason = events.DiscardReason.LATE if known else events.DiscardReason.DUPLICATE
+        return self._answered(event) if known else self, (events.Discard(event.silo, event.sequence, reason),)
 
-    def fail(self, event: Failed) -> Step:
+    def fail(self, event: events.Failed) -> Step:
         """A task of the present round or of an earlier one fails; another silo can be selected."""
         task = self._task_of(event)
         after, actions = self.fail_late(event)
@@ -169,7 +142,7 @@ class Rounds:
         cohort = tuple(name for name in self.cohort if name != event.silo)
         return replace(after, cohort=cohort, failed=self.failed | {event.silo}), actions
 
-    def fail_late(self, event: Failed) -> Step:
+    def fail_late(self, event: events.Failed) -> Step:
         """A task fails after the last merge."""
         if self._task_of(event) is None:
             return self, ()
@@ -179,48 +152,48 @@ class Rounds:
             self, pending=self._without(event.silo), gone=self.gone | {event.silo} if gone else self.gone
         ), ()
 
-    def pass_deadline(self, event: Deadline) -> Step:
+    def pass_deadline(self, event: events.Deadline) -> Step:
         """From now on fewer replies suffice, if the deadline is the present round's."""
         return replace(self, deadline_passed=self.deadline_passed or event.round == self.version), ()
 
-    def count_merge(self, event: Merged) -> Step:
+    def count_merge(self, event: events.Merged) -> Step:
         """The merge is done."""
         if event.version != self.version + 1:
             raise IllegalEventError(f"Merged({event.version}) while version is {self.version}")
         return replace(self, version=event.version, last=event.last), ()
 
-    def _task_of(self, event: Arrived | Failed) -> PendingTask | None:
+    def _task_of(self, event: events.Arrived | events.Failed) -> events.PendingTask | None:
         """The pending task that an event ends; None if it has ended already."""
         task = self.pending.get(event.silo)
         return task if task is not None and task.sequence == event.sequence else None
 
-    def _without(self, silo: str) -> Mapping[str, PendingTask]:
+    def _without(self, silo: str) -> Mapping[str, events.PendingTask]:
         """The pending tasks without that of a silo."""
         return {name: task for name, task in self.pending.items() if name != silo}
 
-    def _answered(self, event: Arrived) -> Rounds:
+    def _answered(self, event: events.Arrived) -> Rounds:
         losses = self.losses if event.loss is None else {**self.losses, event.silo: event.loss}
         return replace(self, pending=self._without(event.silo), losses=losses)
 
-    def _discard_reason(self, pending_task: PendingTask) -> DiscardReason | None:
+    def _discard_reason(self, pending_task: events.PendingTask) -> events.DiscardReason | None:
         """Why a reply is discarded; None if it is merged."""
         age = self.version - pending_task.base_version
         if self.plan.mode == "sync":
-            late = DiscardReason.SURPLUS if self.plan.over_select > 1 else DiscardReason.LATE
+            late = events.DiscardReason.SURPLUS if self.plan.over_select > 1 else events.DiscardReason.LATE
             return None if age == 0 else late
         fresh = self.plan.max_staleness is None or age <= self.plan.max_staleness
-        return None if fresh else DiscardReason.STALE
+        return None if fresh else events.DiscardReason.STALE
 
-    def _resend(self, silos: tuple[str, ...]) -> tuple[Action, ...]:
+    def _resend(self, silos: tuple[str, ...]) -> tuple[events.Action, ...]:
         """The pending tasks of these silos again.
 
         The same task has the same number: a silo that has done it already repeats its reply or the same training.
         """
         found = [(silo, self.pending[silo]) for silo in silos if silo in self.pending]
         # A silo keeps its update in memory until the sum: before that step it may have to train again.
-        stages = {Stage.MASK: (Stage.TRAIN, Stage.MASK)}
+        stages = {events.Stage.MASK: (events.Stage.TRAIN, events.Stage.MASK)}
         return tuple(
-            Send(silo, task.sequence, task.base_version, task.round, stage)
+            events.Send(silo, task.sequence, task.base_version, task.round, stage)
             for silo, task in found
             for stage in stages.get(task.stage, (task.stage,))
         )
@@ -256,45 +229,45 @@ class Rounds:
 
     def finish(self) -> Step:
         """All rounds are merged."""
-        return self._cleared(), (Finish(),)
+        return self._cleared(), (events.Finish(),)
 
     def merge(self) -> Step:
         """Merge the replies in the fixed order of the silos."""
-        return self, (Merge(self.version, self._in_order(self.arrived)),)
+        return self, (events.Merge(self.version, self._in_order(self.arrived)),)
 
-    def _in_order(self, replies: Mapping[str, int]) -> tuple[Arrived, ...]:
-        return tuple(Arrived(silo, replies[silo]) for silo in self.plan.silos if silo in replies)
+    def _in_order(self, replies: Mapping[str, int]) -> tuple[events.Arrived, ...]:
+        return tuple(events.Arrived(silo, replies[silo]) for silo in self.plan.silos if silo in replies)
 
     # ------------------------------------------------------------------------------------------- secure aggregation
     @property
     def answered(self) -> bool:
         """Whether a step of a secure sum is over: no silo is still to answer it."""
-        return not any(task.stage is not Stage.TRAIN for task in self.pending.values())
+        return not any(task.stage is not events.Stage.TRAIN for task in self.pending.values())
 
     @property
     def goes_on(self) -> bool:
         """Whether a step is over with enough answers for the next one."""
         return self.answered and len(self.arrived) >= self.least
 
-    def asked(self, done: Stage, stage: Stage) -> Step:
+    def asked(self, done: events.Stage, stage: events.Stage) -> Step:
         """Ask the silos that answered a step for the next one."""
         replies = self._in_order(self.arrived)
-        tasks = {each.silo: PendingTask(each.sequence, self.version, self.version, stage) for each in replies}
-        sends = [Send(silo, task.sequence, task.base_version, task.round, stage) for silo, task in tasks.items()]
-        least = needed(len(replies), self.plan.threshold or 0.0) if done is Stage.TRAIN else self.least
+        tasks = {each.silo: events.PendingTask(each.sequence, self.version, self.version, stage) for each in replies}
+        sends = [events.Send(silo, task.sequence, task.base_version, task.round, stage) for silo, task in tasks.items()]
+        least = needed(len(replies), self.plan.threshold or 0.0) if done is events.Stage.TRAIN else self.least
         after = replace(self, arrived={}, summed=self.arrived, least=least, pending={**self.pending, **tasks})
-        return after, (Collect(self.version, done, replies), *sends)
+        return after, (events.Collect(self.version, done, replies), *sends)
 
     def merge_sum(self) -> Step:
         """Merge the sum."""
-        revealed = Collect(self.version, Stage.REVEAL, self._in_order(self.arrived))
-        return self, (revealed, Merge(self.version, self._in_order(self.summed)))
+        revealed = events.Collect(self.version, events.Stage.REVEAL, self._in_order(self.arrived))
+        return self, (revealed, events.Merge(self.version, self._in_order(self.summed)))
 
     def merge_nothing(self) -> Step:
         """End the round without a merge, because too few silos answered a step."""
-        reason, answers = DiscardReason.INCOMPLETE, self._in_order(self.arrived)
-        discards = (Discard(each.silo, each.sequence, reason) for each in answers)
-        return self, (*discards, Collect(self.version, Stage.REVEAL, ()), Merge(self.version, ()))
+        reason, answers = events.DiscardReason.INCOMPLETE, self._in_order(self.arrived)
+        discards = (events.Discard(each.silo, each.sequence, reason) for each in answers)
+        return self, (*discards, events.Collect(self.version, events.Stage.REVEAL, ()), events.Merge(self.version, ()))
 
     @property
     def gathered(self) -> bool:
@@ -325,16 +298,16 @@ class Rounds:
         count = out if plan.mode == "sync" else out - len(self.pending) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
         sequences, pending = dict(self.sequences), dict(self.pending)
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         for silo in chosen:
             sequences[silo] = sequences.get(silo, 0) + 1
-            pending[silo] = PendingTask(sequences[silo], self.version, self.version)
-            actions.append(Send(silo, sequences[silo], self.version, self.version))
+            pending[silo] = events.PendingTask(sequences[silo], self.version, self.version)
+            actions.append(events.Send(silo, sequences[silo], self.version, self.version))
         cohort = self.cohort + chosen
         after = replace(self, cohort=cohort, sequences=sequences, pending=pending)
         if plan.patience is None or self.deadline_set or not (cohort or (plan.mode != "sync" and pending)):
             return after, tuple(actions)
-        return replace(after, deadline_set=True), (*actions, SetDeadline(self.version, plan.patience))
+        return replace(after, deadline_set=True), (*actions, events.SetDeadline(self.version, plan.patience))
 
     @property
     def _has_enough_replies(self) -> bool:
@@ -344,7 +317,7 @@ class Rounds:
     @property
     def stalled(self) -> bool:
         """Whether no task is pending and no given-up silo could rejoin; without a due event the run cannot continue."""
-        return self.phase is Phase.COLLECTING and not self.pending and not self.gone
+        return self.phase is events.Phase.COLLECTING and not self.pending and not self.gone
 
     @property
     def committed(self) -> dict[str, int]:
@@ -355,12 +328,12 @@ class Rounds:
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self, *, last: bool = False) -> Rounds:
         """The state machine as stored in the current merge's checkpoint: merged, with the next round not started."""
-        cleared = replace(self._cleared(), phase=Phase.GATHERING, online=frozenset())
+        cleared = replace(self._cleared(), phase=events.Phase.GATHERING, online=frozenset())
         return replace(cleared, version=self.version + 1, last=last)
 
-    def to_record(self) -> RoundsRecord:
+    def to_record(self) -> events.RoundsRecord:
         """The record that a checkpoint stores."""
-        return RoundsRecord(
+        return events.RoundsRecord(
             version=self.version,
             last=self.last,
             gone=sorted(self.gone),
@@ -370,7 +343,7 @@ class Rounds:
         )
 
     @classmethod
-    def from_record(cls, plan: RoundsPlan, record: RoundsRecord) -> Rounds:
+    def from_record(cls, plan: RoundsPlan, record: events.RoundsRecord) -> Rounds:
         """The machine of a checkpoint, waiting for its silos to join."""
         gone = frozenset(record.gone)
         return cls(
@@ -380,7 +353,8 @@ class Rounds:
             gone=gone,
             awaited=frozenset() if plan.minimum is None else frozenset(plan.silos) - gone,
             pending={
-                silo: PendingTask(number, base, round_) for silo, (number, base, round_) in record.pending.items()
+                silo: events.PendingTask(number, base, round_)
+                for silo, (number, base, round_) in record.pending.items()
             },
             sequences=dict(record.sequences),
             losses=dict(record.losses),
@@ -392,7 +366,7 @@ class Exit:
     """A way into another phase."""
 
     when: Callable[[Rounds], bool]  # the condition, which is looked at after an event
-    to: Phase
+    to: events.Phase
     enter: Callable[[Rounds], Step] = lambda rounds: (rounds, ())  # what entering it changes, with its actions
 
 
@@ -407,7 +381,7 @@ class Transition:
 def _selecting(change: Callable[[Rounds, Any], Step]) -> Callable[[Rounds, Any], Step]:
     """A change after which silos are selected."""
 
-    def both(rounds: Rounds, event: Event) -> Step:
+    def both(rounds: Rounds, event: events.Event) -> Step:
         changed, actions = change(rounds, event)
         after, more = changed.select()
         return after, actions + more
@@ -415,86 +389,90 @@ def _selecting(change: Callable[[Rounds, Any], Step]) -> Callable[[Rounds, Any],
     return both
 
 
-_STOP = Transition(Rounds.same, (Exit(lambda _: True, Phase.STOPPED),))
+_STOP = Transition(Rounds.same, (Exit(lambda _: True, events.Phase.STOPPED),))
 #: Ways out of the wait for silos; done: resumed after the last merge.
 _STARTS = (
-    Exit(lambda rounds: rounds.gathered and not rounds.over, Phase.COLLECTING, Rounds.begin),
-    Exit(lambda rounds: rounds.gathered and rounds.over, Phase.DONE, Rounds.end),
+    Exit(lambda rounds: rounds.gathered and not rounds.over, events.Phase.COLLECTING, Rounds.begin),
+    Exit(lambda rounds: rounds.gathered and rounds.over, events.Phase.DONE, Rounds.end),
 )
 _MERGES = (
     Exit(
         lambda rounds: rounds.ready and bool(rounds.arrived and rounds.plan.threshold),
-        Phase.SHARING,
-        lambda rounds: rounds.asked(Stage.TRAIN, Stage.SHARE),
+        events.Phase.SHARING,
+        lambda rounds: rounds.asked(events.Stage.TRAIN, events.Stage.SHARE),
     ),
-    Exit(lambda rounds: rounds.ready, Phase.MERGING, Rounds.merge),
+    Exit(lambda rounds: rounds.ready, events.Phase.MERGING, Rounds.merge),
 )
 _CONTINUES = (
-    Exit(lambda rounds: not rounds.over, Phase.COLLECTING, Rounds.next_round),
-    Exit(lambda rounds: rounds.over, Phase.DONE, Rounds.finish),
+    Exit(lambda rounds: not rounds.over, events.Phase.COLLECTING, Rounds.next_round),
+    Exit(lambda rounds: rounds.over, events.Phase.DONE, Rounds.finish),
 )
-_AFTER_THE_END: Mapping[type[Event], Transition] = {
-    Joined: Transition(Rounds.join_late),
-    Lost: Transition(Rounds.lose),
-    Switched: Transition(Rounds.switch),
-    Expelled: Transition(Rounds.expel),
-    Arrived: Transition(Rounds.arrive_late),
-    Failed: Transition(Rounds.fail_late),
-    Deadline: Transition(Rounds.same),
-    Stop: Transition(Rounds.same),
+_AFTER_THE_END: Mapping[type[events.Event], Transition] = {
+    events.Joined: Transition(Rounds.join_late),
+    events.Lost: Transition(Rounds.lose),
+    events.Switched: Transition(Rounds.switch),
+    events.Expelled: Transition(Rounds.expel),
+    events.Arrived: Transition(Rounds.arrive_late),
+    events.Failed: Transition(Rounds.fail_late),
+    events.Deadline: Transition(Rounds.same),
+    events.Stop: Transition(Rounds.same),
 }
 
 
-def _step_of_sum(to: Phase, enter: Callable[[Rounds], Step]) -> Mapping[type[Event], Transition]:
+def _step_of_sum(to: events.Phase, enter: Callable[[Rounds], Step]) -> Mapping[type[events.Event], Transition]:
     """The row of a step of a secure sum, which ends with the last answer or failure."""
     exits = (
         Exit(lambda rounds: rounds.goes_on, to, enter),
-        Exit(lambda rounds: rounds.answered, Phase.MERGING, Rounds.merge_nothing),
+        Exit(lambda rounds: rounds.answered, events.Phase.MERGING, Rounds.merge_nothing),
     )
     return {
-        Joined: Transition(Rounds.join),
-        Lost: Transition(Rounds.lose),
-        Switched: Transition(Rounds.switch),
-        Expelled: Transition(Rounds.expel),
-        Arrived: Transition(Rounds.answer, exits),
-        Failed: Transition(Rounds.fail_late, exits),
-        Deadline: Transition(Rounds.same),
-        Stop: _STOP,
+        events.Joined: Transition(Rounds.join),
+        events.Lost: Transition(Rounds.lose),
+        events.Switched: Transition(Rounds.switch),
+        events.Expelled: Transition(Rounds.expel),
+        events.Arrived: Transition(Rounds.answer, exits),
+        events.Failed: Transition(Rounds.fail_late, exits),
+        events.Deadline: Transition(Rounds.same),
+        events.Stop: _STOP,
     }
 
 
 #: The whole truth about phases: the events that are legal in each, what they change, and where they lead.
-TABLE: Mapping[Phase, Mapping[type[Event], Transition]] = {
-    Phase.GATHERING: {
-        Joined: Transition(Rounds.join, _STARTS),
-        StillConnected: Transition(Rounds.stay_connected, _STARTS),
-        Lost: Transition(Rounds.lose),
-        Switched: Transition(Rounds.switch),
-        Expelled: Transition(Rounds.expel, _STARTS),
-        WaitEnded: Transition(Rounds.end_wait, _STARTS),
-        Stop: _STOP,
+TABLE: Mapping[events.Phase, Mapping[type[events.Event], Transition]] = {
+    events.Phase.GATHERING: {
+        events.Joined: Transition(Rounds.join, _STARTS),
+        events.StillConnected: Transition(Rounds.stay_connected, _STARTS),
+        events.Lost: Transition(Rounds.lose),
+        events.Switched: Transition(Rounds.switch),
+        events.Expelled: Transition(Rounds.expel, _STARTS),
+        events.WaitEnded: Transition(Rounds.end_wait, _STARTS),
+        events.Stop: _STOP,
     },
-    Phase.COLLECTING: {
-        Joined: Transition(_selecting(Rounds.join)),
-        Lost: Transition(Rounds.lose),
-        Switched: Transition(_selecting(Rounds.switch)),
-        Expelled: Transition(Rounds.expel),
-        Arrived: Transition(_selecting(Rounds.arrive), _MERGES),
-        Failed: Transition(_selecting(Rounds.fail), _MERGES),
-        Deadline: Transition(Rounds.pass_deadline, _MERGES),
-        Stop: _STOP,
+    events.Phase.COLLECTING: {
+        events.Joined: Transition(_selecting(Rounds.join)),
+        events.Lost: Transition(Rounds.lose),
+        events.Switched: Transition(_selecting(Rounds.switch)),
+        events.Expelled: Transition(Rounds.expel),
+        events.Arrived: Transition(_selecting(Rounds.arrive), _MERGES),
+        events.Failed: Transition(_selecting(Rounds.fail), _MERGES),
+        events.Deadline: Transition(Rounds.pass_deadline, _MERGES),
+        events.Stop: _STOP,
     },
-    Phase.SHARING: _step_of_sum(Phase.MASKING, lambda rounds: rounds.asked(Stage.SHARE, Stage.MASK)),
-    Phase.MASKING: _step_of_sum(Phase.REVEALING, lambda rounds: rounds.asked(Stage.MASK, Stage.REVEAL)),
-    Phase.REVEALING: _step_of_sum(Phase.MERGING, Rounds.merge_sum),
-    Phase.MERGING: {
-        Joined: Transition(Rounds.join),
-        Lost: Transition(Rounds.lose),
-        Switched: Transition(Rounds.switch),
-        Expelled: Transition(Rounds.expel),
-        Merged: Transition(Rounds.count_merge, _CONTINUES),
-        Stop: _STOP,
+    events.Phase.SHARING: _step_of_sum(
+        events.Phase.MASKING, lambda rounds: rounds.asked(events.Stage.SHARE, events.Stage.MASK)
+    ),
+    events.Phase.MASKING: _step_of_sum(
+        events.Phase.REVEALING, lambda rounds: rounds.asked(events.Stage.MASK, events.Stage.REVEAL)
+    ),
+    events.Phase.REVEALING: _step_of_sum(events.Phase.MERGING, Rounds.merge_sum),
+    events.Phase.MERGING: {
+        events.Joined: Transition(Rounds.join),
+        events.Lost: Transition(Rounds.lose),
+        events.Switched: Transition(Rounds.switch),
+        events.Expelled: Transition(Rounds.expel),
+        events.Merged: Transition(Rounds.count_merge, _CONTINUES),
+        events.Stop: _STOP,
     },
-    Phase.DONE: {**_AFTER_THE_END, EvaluationAborted: _STOP},
-    Phase.STOPPED: _AFTER_THE_END,
+    events.Phase.DONE: {**_AFTER_THE_END, events.EvaluationAborted: _STOP},
+    events.Phase.STOPPED: _AFTER_THE_END,
 }

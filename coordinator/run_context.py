@@ -39,7 +39,7 @@ from fedmq.wire.payloads import ClipNorm, Delta, Loss, PartialDelta, Payload
 from protocols.parts.robust import LEAST
 from protocols.parts.training import steps_per_task
 
-#: Value of a state with the present norm of adaptive clipping.
+#: Name of the value of a state that is the present norm of adaptive clipping.
 CLIP_NORM = "clip_norm"
 
 

@@ -26,7 +26,7 @@ from fedmq.federation.population import run_name
 from fedmq.packages import versions
 from fedmq.profiling import span
 from fedmq.runs.data_records import StatedFormat
-from fedmq.runs.result_limits import gallery_with, meaningful, own_gallery
+from fedmq.runs.results import gallery_with, meaningful, own_gallery
 from fedmq.runs.run_records import MergeLine, OwnHeldOutLine
 from fedmq.runs.status import (
     ERROR_CHARACTERS,

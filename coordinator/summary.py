@@ -159,10 +159,7 @@ def _without_pair(loop: Loop, data: RunData, silo: SiloFacts) -> dict[str, int]:
 def _messages(loop: Loop) -> MessageCounts:
     counters = loop.counters
     return MessageCounts(
-        sent=counters.sent,
-        received=counters.received,
-        refused=counters.refused.total(),
-        logged=loop.roster.wired,
+        sent=counters.sent, received=counters.received, refused=counters.refused.total(), logged=loop.roster.wired
     )
 
 

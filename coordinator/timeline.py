@@ -11,21 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from coordinator import round_events as events
 from coordinator.counters import Counters
 from coordinator.faults import FaultInjector
 from coordinator.participation import Trace
-from coordinator.round_events import (
-    Arrived,
-    Deadline,
-    Discard,
-    DiscardReason,
-    Event,
-    Failed,
-    PendingTask,
-    Send,
-    Stage,
-    Switched,
-)
 from coordinator.run_context import RunContext
 from coordinator.secure_sums import Answer, SecureSums
 from fedmq.clock import Clock
@@ -34,11 +23,11 @@ from fedmq.federation.protocol import SiloFacts, Update
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.message_log import MessageLog
 
-_KINDS: Mapping[type[Event], TimelineEvent] = {
-    Arrived: TimelineEvent.ARRIVED,
-    Failed: TimelineEvent.FAILED,
-    Switched: TimelineEvent.SWITCHED,
-    Deadline: TimelineEvent.DEADLINE,
+_KINDS: Mapping[type[events.Event], TimelineEvent] = {
+    events.Arrived: TimelineEvent.ARRIVED,
+    events.Failed: TimelineEvent.FAILED,
+    events.Switched: TimelineEvent.SWITCHED,
+    events.Deadline: TimelineEvent.DEADLINE,
 }
 
 
@@ -100,22 +89,22 @@ class Timeline:
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: TimelineEntry, outcome: Update | Answer | Failed | None, trace: Trace) -> Event:
+def event_of(entry: TimelineEntry, outcome: Update | Answer | events.Failed | None, trace: Trace) -> events.Event:
     """Convert a due entry to an event of the rounds machine; ``outcome`` is that of an arrival."""
     match entry.kind:
         case EntryKind.DEADLINE:
-            return Deadline(entry.index)
+            return events.Deadline(entry.index)
         case EntryKind.SWITCH:
-            return Switched(entry.silo, trace.on(entry.silo, entry.at))
+            return events.Switched(entry.silo, trace.on(entry.silo, entry.at))
         case EntryKind.ARRIVAL:
             assert outcome is not None  # noqa: S101 - the loop waits for it
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, events.Failed):
                 return outcome
-            return Arrived(entry.silo, entry.sequence, outcome.loss)
+            return events.Arrived(entry.silo, entry.sequence, outcome.loss)
 
 
 def note_event(
-    log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int, cause: int | None
+    log: MessageLog, entry: TimelineEntry, event: events.Event, version: int, number: int, cause: int | None
 ) -> int:
     """Log an event with its time and version, by which a replay compares runs; returns the number of its record."""
     return log.event(
@@ -130,10 +119,10 @@ def note_event(
 
 
 def drawn_outcome(
-    run_context: RunContext, fault_injector: FaultInjector, task: Send, silo: SiloFacts, sums: SecureSums | None
+    run_context: RunContext, fault_injector: FaultInjector, task: events.Send, silo: SiloFacts, sums: SecureSums | None
 ) -> TaskOutcome:
     """The outcome of a new task or step, according to the cost model and the scenario's faults."""
-    if sums is not None and task.stage is not Stage.TRAIN:
+    if sums is not None and task.stage is not events.Stage.TRAIN:
         return sums.outcome(task, fault_injector)
     work = run_context.cost.duration(silo.name, task.sequence, run_context.samples[silo.index])
     outcome = fault_injector.outcome(silo.name, task.sequence, task.base_version, work, task.cause)
@@ -159,10 +148,10 @@ class Outcomes:
         self.due = due
         self._silos, self._clock, self._timeline = silos, clock, timeline
         self._fault_injector, self._log, self._counters = fault_injector, log, counters
-        self._stored: dict[tuple[str, int], Update | Answer | Failed] = {}
+        self._stored: dict[tuple[str, int], Update | Answer | events.Failed] = {}
         self._causes: dict[tuple[str, int], int | None] = {}
 
-    def schedule_saved(self, pending: Mapping[str, PendingTask]) -> None:
+    def schedule_saved(self, pending: Mapping[str, events.PendingTask]) -> None:
         """Put the arrivals of a checkpoint on the timeline; on a wall clock their times are unknown."""
         for silo, at in self.due.items():
             if at < math.inf:
@@ -177,7 +166,7 @@ class Outcomes:
                 self._timeline.arrival(at, self._silos[silo].index, silo, sequence)
         return self.due[silo]
 
-    def get(self, silo: str, sequence: int) -> Update | Answer | Failed | None:
+    def get(self, silo: str, sequence: int) -> Update | Answer | events.Failed | None:
         """The stored outcome of a task; None if there is none yet."""
         return self._stored.get((silo, sequence))
 
@@ -197,24 +186,24 @@ class Outcomes:
         assert isinstance(outcome, Update)  # noqa: S101 - the rounds machine merges no failed tasks
         return outcome
 
-    def taken(self, replies: Sequence[Arrived]) -> dict[str, Update | Answer]:
+    def taken(self, replies: Sequence[events.Arrived]) -> dict[str, Update | Answer]:
         """The replies of a stage of a secure sum, which is over: its tasks have other outcomes in the next one."""
         found = {reply.silo: self.get(reply.silo, reply.sequence) for reply in replies}
         for reply in replies:
             self.remove(reply.silo, reply.sequence)
         return {name: each for name, each in found.items() if isinstance(each, Update | Answer)}
 
-    def is_open(self, pending: Mapping[str, PendingTask], silo: str, sequence: int) -> bool:
+    def is_open(self, pending: Mapping[str, events.PendingTask], silo: str, sequence: int) -> bool:
         """Whether a task is pending and has no outcome yet."""
         task = pending.get(silo)
         return task is not None and task.sequence == sequence and (silo, sequence) not in self._stored
 
     def put(
         self,
-        pending: Mapping[str, PendingTask],
+        pending: Mapping[str, events.PendingTask],
         silo: str,
         sequence: int,
-        outcome: Update | Answer | Failed,
+        outcome: Update | Answer | events.Failed,
         after: float | None = None,
         *,
         cause: int | None,
@@ -235,7 +224,7 @@ class Outcomes:
 
     def repeated(self, silo: str, sequence: int | None, cause: int | None) -> None:
         """Note an outcome that does not count, because another one of its task or step does."""
-        reason = DiscardReason.DUPLICATE
+        reason = events.DiscardReason.DUPLICATE
         self._counters.discarded[reason] += 1
         self._log.note(LogEvent.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, caused_by=cause)
 
@@ -244,7 +233,7 @@ class Outcomes:
         self.forget(silo, sequence)
         self.due.pop(silo, None)
 
-    def fail(self, failed: Failed, cause: int | None) -> None:
+    def fail(self, failed: events.Failed, cause: int | None) -> None:
         """A task failed; ``cause`` is the number of the log record of that event."""
         self.remove(failed.silo, failed.sequence)
         self._counters.failed += 1
@@ -253,10 +242,10 @@ class Outcomes:
             LogEvent.TASK_FAILED, silo=failed.silo, sequence=failed.sequence, reason=failed.reason, caused_by=cause
         )
 
-    def discard(self, discarded: Discard) -> None:
+    def discard(self, discarded: events.Discard) -> None:
         """The reply to a task is not merged."""
         silo, sequence, reason = discarded.silo, discarded.sequence, discarded.reason
-        if reason is DiscardReason.DUPLICATE:
+        if reason is events.DiscardReason.DUPLICATE:
             self.forget(silo, sequence)
         else:
             self.remove(silo, sequence)

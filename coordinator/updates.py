@@ -44,7 +44,7 @@ from fedmq.wire.payloads import (
     Refusal,
     UpdateReport,
 )
-from protocols.parts.missing_branch import completed, layers_of, trainable, updating
+from protocols.parts.aggregation import completed, layers_of, trainable, updating
 from protocols.parts.robust import robust_replies
 
 #: Maximum change of a parameter. Training never produces it; merging a few larger ones would overflow the model.

@@ -47,9 +47,9 @@ from fedmq.federation.protocol import (
 )
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import fedavg
+from protocols.creamfl_public import PublicItems
 from protocols.parts import aggregation, training, unpaired
 from protocols.parts.losses import TauOptions, refuse_other_bases
-from protocols.parts.public_items import PublicItems
 
 #: Maximum number of distances per block in :func:`retrieved`; 128 MiB of float64.
 _DISTANCES = 1 << 24

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from fedmq.config.sections import NonNegative, Positive
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
-from fedmq.errors import RemoteWireError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
     Context,
     FederatedProtocol,
@@ -39,14 +41,56 @@ from fedmq.federation.protocol import (
     Update,
     take,
 )
-from fedmq.models.two_tower import Out
+from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols.creamfl import LAST, contrasts, distillation
 from protocols.local import Alone
 from protocols.parts import personal_model, prototypes, training
 from protocols.parts.aggregation import as_tensor
 from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
-from protocols.parts.public_items import PublicItems
+
+
+@dataclass(frozen=True)
+class PublicItems:
+    """The public items, and the coordinator's model of a method whose coordinator trains on them.
+
+    Args:
+        dataset: the items, in both modalities.
+        context: context of the run.
+    """
+
+    dataset: SiloDataset
+    context: Context
+
+    @classmethod
+    def of(cls, context: Context, name: str, instead: str) -> PublicItems:
+        """The public items of a run.
+
+        Args:
+            context: context of the run.
+            name: the method that needs them.
+            instead: a method to use without them.
+
+        Raises:
+            InputError: the data set marks no public items.
+        """
+        found = context.public()
+        if found is None:
+            raise InputError("protocol.name", name, f"{instead}, as the data set marks no public items")
+        return cls(found, context)
+
+    @cached_property
+    def model(self) -> TwoTower:
+        """The model that the coordinator trains on the public pairs."""
+        if self.context.build is None:
+            raise ValueError("a coordinator can build its model")
+        return self.context.build()
+
+    def coordinator(self) -> Local:
+        """The coordinator in the role of a silo that holds the public pairs."""
+        facts = SiloFacts("coordinator", len(self.context.silos), True, True)
+        return Local(facts, self.dataset, self.model, {})
+
 
 #: Name prefix of a modality's global representations, float32 [N, d], in the coordinator's state.
 GLOBAL = "public_"
@@ -66,9 +110,7 @@ class CreamFlPublicOptions(TauOptions):
         server_rate: the coordinator's learning rate.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "inter|intra": ("contrast_tau",),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"inter|intra": ("contrast_tau",)}
 
     inter: NonNegative = 0.5
     intra: NonNegative = 0.5

@@ -116,15 +116,7 @@ class FedAvg(FederatedProtocol):
         base = training.load_model(local, take(task.payloads, Model).buffer)
         work = self.work(local, task)
         outcome = training.train_epochs(
-            local,
-            self.context,
-            task,
-            base,
-            work,
-            extra=extra,
-            lambda_s=lambda_s,
-            correction=correction,
-            resumable=True,
+            local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, correction=correction, resumable=True
         )
         update = training.delta_payload(self.context, outcome, len(local.dataset))
         kept = {} if work is None else work.kept()

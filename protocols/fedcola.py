@@ -70,7 +70,7 @@ class FedColaOptions(AnchoringOptions, TauOptions):
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "single_modality=anchor": (*AnchoringOptions.OF["single_modality=anchor"], "complement"),
+        "single_modality=anchor": (*AnchoringOptions.OF["single_modality=anchor"], "complement")
     }
 
     complement: Literal["trained", "frozen", "none"] = "trained"

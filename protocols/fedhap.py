@@ -246,11 +246,7 @@ def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: flo
 
 
 def prototype_triplets(
-    samples: Samples,
-    prototypes: Tensor,
-    valid: Tensor,
-    options: triplet.Options,
-    generator: np.random.Generator,
+    samples: Samples, prototypes: Tensor, valid: Tensor, options: triplet.Options, generator: np.random.Generator
 ) -> Tensor:
     """Ranking loss of triplets: a code, a prototype of its class and one of another class (eq 3).
 

@@ -45,10 +45,7 @@ class FedMektOptions(fedavg.AnchoredOptions):
         personal: evaluate each silo's personal model as of its last training, not the global model.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.AnchoredOptions.OF,
-        "weight": ("temperature", "rescale"),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {**fedavg.AnchoredOptions.OF, "weight": ("temperature", "rescale")}
 
     weight: NonNegative = 0.5
     temperature: Positive = 3.0

@@ -23,11 +23,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from fedmq.federation.protocol import MergeResult, State, Update
-from fedmq.wire.payloads import Delta, Payload
-from protocols.parts import aggregation, local_steps
+from fedmq.errors import RemoteWireError
+from fedmq.federation.protocol import MergeResult, SiloFacts, State, Update, take
+from fedmq.wire.payloads import Delta, LocalSteps, PartialDelta, Payload
+from protocols import fedavg
+from protocols.parts import aggregation, training
+from protocols.parts.aggregation import owns
+
+#: Branches in the order of the payload.
+_BRANCHES = ("image", "text", "shared")
+#: Maximum number of steps of a branch in each batch: DGCPN takes two.
+_IN_BATCH = 2
+
+
+def reported(payloads: Sequence[Payload]) -> dict[str, int]:
+    """The steps of each branch that a reply's payloads report."""
+    return dict(zip(_BRANCHES, take(payloads, LocalSteps).values.tolist(), strict=True))
+
+
+def steps_of(reply: Update) -> dict[str, int]:
+    """The steps of each branch that a reply reports, 0 for a branch that its silo cannot train."""
+    return {name: steps * owns(reply.silo, name) for name, steps in reported(reply.payloads).items()}
+
+
+class ReportsSteps(fedavg.AnchoredFedAvg):
+    """FedAvg whose silos also report their numbers of steps."""
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """FedAvg's, and the numbers of steps."""
+        return super().uploads(silo) | {LocalSteps}
+
+    def statistics(self, outcome: training.TrainingResult) -> tuple[Payload, ...]:
+        """FedAvg's, and the steps of each branch."""
+        steps = np.array([outcome.steps.get(name, 0) for name in _BRANCHES], np.int64)
+        return (*super().statistics(outcome), LocalSteps(steps))
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the reported steps against the number of items that the update was trained on.
+
+        Raises:
+            RemoteWireError: more steps than these items have batches; with a false number a silo could scale the merge.
+        """
+        settings = self.context.training
+        samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+        found, batches = max(reported(payloads).values()), -(-samples // settings.batch_size)
+        if found > (most := _IN_BATCH * settings.local_epochs * batches):
+            raise RemoteWireError("malformed", f"{found} local steps on {samples} items, allowed: at most {most}")
 
 
 def gradient_weight(steps: int, momentum: float) -> float:
@@ -44,7 +88,7 @@ def gradient_weight(steps: int, momentum: float) -> float:
     return total
 
 
-class FedNova(local_steps.ReportsSteps):
+class FedNova(ReportsSteps):
     """FedNova, see the module docstring."""
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
@@ -60,8 +104,7 @@ class FedNova(local_steps.ReportsSteps):
         changes = [reply.delta.clone() for reply in replies]
         for name, part in self.branches.items():
             lengths = torch.tensor(
-                [gradient_weight(local_steps.steps_of(reply)[name], momentum) for reply in replies],
-                dtype=torch.float64,
+                [gradient_weight(steps_of(reply)[name], momentum) for reply in replies], dtype=torch.float64
             )
             effective = float(aggregation.damped(rows[name], (lengths > 0).double()) @ lengths)
             for change, length in zip(changes, lengths.tolist(), strict=True):

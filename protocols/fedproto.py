@@ -21,17 +21,7 @@ from torch import Tensor
 from fedmq.config.sections import NonNegative
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError
-from fedmq.federation.protocol import (
-    Context,
-    Local,
-    MergeResult,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    Update,
-    take,
-)
+from fedmq.federation.protocol import Context, Local, MergeResult, SiloFacts, State, Task, Trained, Update, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
 from protocols.local import Alone
@@ -52,10 +42,7 @@ class FedProtoOptions(TauOptions):
             modalities (``fused``).
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **TauOptions.OF,
-        "weight": ("proto_modal", "weighting"),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {**TauOptions.OF, "weight": ("proto_modal", "weighting")}
 
     weight: NonNegative = 1.0
     weighting: Literal["uniform", "samples"] = "uniform"

@@ -1,14 +1,15 @@
 """FFA-LoRA: silos train the factor B of low-rank adapters, A stays at its initial value (Sun et al., 2024).
 
 ``backbone.adapter: lora`` adds s B A to frozen weights, with B = 0 at the start. FedAvg of both factors (``protocol:
-fedavg``) has the product of the means of B_i and A_i, which is not the mean of the silos' products B_i A_i. With one A
-for all silos, which is never trained, it is (arXiv 2403.12313), and updates have half of the adapters' numbers:
+fedavg``) gives mean(B_i) mean(A_i), which is not the mean of the silos' products B_i A_i. With one A for all silos,
+which is never trained, the two are equal (arXiv 2403.12313), and updates have half of the adapters' numbers:
 
 ΔW = s mean(B_i) A = s mean(B_i A)
 
 All silos derive the same A from the seed. The projection heads are trained and averaged as well, and the global model
-is evaluated. LoRA's rank is ``backbone.bottleneck`` and s is ``backbone.adapter_scale``. In the blocks of an open_clip
-model adapters change the weights of queries and values; on features the frozen weight is the identity, x + s B A x.
+is evaluated. The LoRA rank is ``backbone.bottleneck``, and s, alpha / rank, is ``backbone.adapter_scale``. In the
+blocks of an open_clip model adapters change the query and value weights; on features the frozen weight is the identity,
+x + s B A x.
 """
 
 from __future__ import annotations

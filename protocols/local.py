@@ -56,12 +56,7 @@ class Alone(FederatedProtocol):
         return self.trained(local, task)
 
     def trained(
-        self,
-        local: Local,
-        task: Task,
-        *,
-        extra: training.Extra | None = None,
-        otherwise: training.Work | None = None,
+        self, local: Local, task: Task, *, extra: training.Extra | None = None, otherwise: training.Work | None = None
     ) -> Trained:
         """Local epochs from the silo's personal parameters, which it keeps.
 

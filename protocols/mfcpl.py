@@ -83,10 +83,7 @@ class MfcplOptions(fedavg.AnchoredOptions):
         classes: number of pseudo-classes for data without labels.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.AnchoredOptions.OF,
-        "cmpc": ("proto_tau", "contrast"),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {**fedavg.AnchoredOptions.OF, "cmpc": ("proto_tau", "contrast")}
 
     cmpr: NonNegative = 1.0
     cmpc: NonNegative = 1.0

@@ -43,10 +43,7 @@ class MoonOptions(fedavg.AnchoredOptions):
         personal: evaluate each silo's personal model as of its last training, not the global model.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **fedavg.AnchoredOptions.OF,
-        "mu": ("contrast_tau", "buffer"),
-    }
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {**fedavg.AnchoredOptions.OF, "mu": ("contrast_tau", "buffer")}
 
     mu: NonNegative = 1.0
     contrast_tau: Positive = 0.5

@@ -183,13 +183,7 @@ def mixed_blocks(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) ->
 
 
 def network_gradient(
-    flat: Tensor,
-    shape: Layout,
-    parts: Mapping[str, slice],
-    *,
-    models: Tensor,
-    allowed: Tensor,
-    direction: Tensor,
+    flat: Tensor, shape: Layout, parts: Mapping[str, slice], *, models: Tensor, allowed: Tensor, direction: Tensor
 ) -> Tensor:
     """The network's gradient (d theta~ / d phi)^T g [H]; zero where every ReLU is dead.
 

@@ -56,8 +56,7 @@ from protocols.parts.losses import (
     refuse_other_bases,
     unit,
 )
-from protocols.parts.rcsr_options import RcsrOptions
-from protocols.parts.router import Routed, Statistics
+from protocols.parts.router import RcsrOptions, Routed, Statistics
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -192,8 +191,7 @@ class Rcsr(FederatedProtocol):
         """RCSR-p gives silos personal adapters; without anchors and regulariser, nothing trains on unpaired items."""
         anchored, aligned = options.anchor and options.lambda_anc > 0, options.client_align and options.lambda_a > 0
         return Traits(
-            personalised=options.personal != "none",
-            unpaired="anchored" if anchored or aligned else "ignored",
+            personalised=options.personal != "none", unpaired="anchored" if anchored or aligned else "ignored"
         )
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
@@ -461,11 +459,7 @@ class Rcsr(FederatedProtocol):
                 return unit(router.views(values, self.router_layout)["filler"])
 
     def _router_weights(
-        self,
-        values: Tensor,
-        pool: Statistics,
-        tensors: Mapping[str, Tensor],
-        generator: torch.Generator | None,
+        self, values: Tensor, pool: Statistics, tensors: Mapping[str, Tensor], generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
         """Router weights [M] (eq 7) and the filled prototypes [M, 2, d] they were computed from."""
         filled = router.filled(pool.prototypes, pool.mask, self._filler(values, tensors))

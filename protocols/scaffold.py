@@ -37,7 +37,8 @@ from fedmq.federation.protocol import Context, Local, MergeResult, SiloFacts, St
 from fedmq.federation.updates import read_only
 from fedmq.wire.payloads import ControlVariate, Delta, Payload
 from protocols import fedavg
-from protocols.parts import aggregation, local_steps
+from protocols.fednova import ReportsSteps, reported, steps_of
+from protocols.parts import aggregation
 
 _CONTROL = "control"
 #: int64 [N], 1 + base version of each silo's last reply that c counts; 0 if there is none.
@@ -57,7 +58,7 @@ class ScaffoldOptions(fedavg.AnchoredOptions):
     weighting: Literal["uniform"] = "uniform"
 
 
-class Scaffold(local_steps.ReportsSteps):
+class Scaffold(ReportsSteps):
     """SCAFFOLD, see the module docstring."""
 
     Options: ClassVar[type[Any]] = ScaffoldOptions
@@ -96,7 +97,7 @@ class Scaffold(local_steps.ReportsSteps):
         own = kept.get(f"{_OWN}{counted}", torch.zeros_like(control))
         correction = task.learning_rate * (own - control)
         result = self.trained(local, task, correction=correction.to(local.model.flat.device))
-        delta, steps = read_only(take(result.payloads, Delta).buffer), local_steps.reported(result.payloads)
+        delta, steps = read_only(take(result.payloads, Delta).buffer), reported(result.payloads)
         kept[f"{_OWN}{task.base_version + 1}"] = own + self._change(control, delta, steps, task.learning_rate)
         return replace(result, state={**result.state, **kept})
 
@@ -124,7 +125,7 @@ class Scaffold(local_steps.ReportsSteps):
             if base.tensors[_COUNTED][silo] != counted[silo]:
                 continue  # c counts a reply that the silo sent after it was given this task: c_i has changed since
             rate = training_.rate_at(reply.base_version, self.context.rounds)
-            change = self._change(base.tensors[_CONTROL], reply.delta, local_steps.steps_of(reply), rate)
+            change = self._change(base.tensors[_CONTROL], reply.delta, steps_of(reply), rate)
             for name, part in self.branches.items():
                 total[part] += change[part].double() / max(1, self.silos[name])
             counted[silo] = reply.base_version + 1

@@ -49,7 +49,7 @@ from fedmq.wire.payloads import (
 )
 from fedmq.wire.secure_sum import RoundSecrets, Sum, refused
 from protocols.parts import aggregation
-from protocols.parts.missing_branch import completed
+from protocols.parts.aggregation import completed
 
 _SECRET_BYTES = 32
 _ALLOWED = f"a file of {_SECRET_BYTES} bytes; without it the silo makes a new one"
@@ -81,7 +81,7 @@ class _Kept:
     trained: tuple[str, ...]  # branches that it changes
     samples: int  # that the update was trained on
     support: I64  # samples behind each row [C]
-    privacy: Privacy  # the scenario's options, with the clip norm of the round
+    privacy: Privacy  # the scenario's options, with the clipping norm of the round
 
 
 class SecureSums:
@@ -124,7 +124,7 @@ class SecureSums:
             payloads: the reply, clipped but without noise.
             layout: what the sum adds.
             silo: this silo.
-            privacy: the scenario's options, with the clip norm of this round.
+            privacy: the scenario's options, with the clipping norm of this round.
 
         Raises:
             RunError: a value is not finite, or larger than a sum allows.
@@ -167,7 +167,7 @@ class SecureSums:
             layout.sizes, layout.bounds(self._options.range), layout.section_kinds, strict=True
         ):
             if (noise := noise_of(kind, privacy)) is not None and noise.noise_multiplier:
-                continue  # the clip norm bounds it
+                continue  # the clipping norm bounds it
             section = values[name] if holds.get(name) else np.zeros(0, np.float32)
             found = float(np.max([-section.min(initial=0.0), section.max(initial=0.0)]))
             if not found <= most:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -29,15 +29,13 @@ from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.config.site import Site
-from fedmq.data.silo_dataset import SiloDataset, validation_split
+from fedmq.data.silo_dataset import validation_split
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.evaluation.heldout import HeldOut, forget_inference, load_inference
 from fedmq.federation import updates
 from fedmq.federation.faults import FaultSchedule, ScheduledFault, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.noise import affordable_tasks, at_norm, protected
-from fedmq.federation.participant import (
-    reportable,
-)  # fmt: skip
+from fedmq.federation.participant import reportable  # fmt: skip
 from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task, encoders_of
 from fedmq.models.two_tower import TwoTower
@@ -51,7 +49,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import require_layout
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import ControlVariate, Metrics, Model, Payload, SiloMetrics
-from protocols.parts.missing_branch import shortened, updating
+from protocols.parts.aggregation import shortened, updating
 from silos.personal_state import DiskQueue, StateStore
 
 
@@ -138,26 +136,19 @@ class Silo:
         found = population.rows_of(self.facts, rows)
         share = self.scenario.training.validation if self.facts.paired else 0.0
         trained, held_out = validation_split(found.dataset, share, self.scenario.seed, name)
-        self.dataset = self._loaded(trained, image=self.facts.image, text=self.facts.text)
-        self.validation = self._loaded(held_out, image=True, text=True) if len(held_out) else None
+        load = partial(population.trained_items, self.scenario)
+        self.dataset = load(trained, image=self.facts.image, text=self.facts.text)
+        self.validation = load(held_out, image=True, text=True) if len(held_out) else None
         if len(rows) and not len(self.dataset):  # pooled training leaves other silos without rows
             raise RunError(f"{name}: no item has all modalities of the silo any more, after a fault of kind drift")
         self.unpaired = tuple(
-            self._loaded(rows, image=image, text=not image)
+            load(rows, image=image, text=not image)
             for rows, image in ((found.image_only, True), (found.text_only, False))
             if len(rows)
         )
         for place, fault in persistent:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
-
-    def _loaded(self, rows: np.ndarray, *, image: bool, text: bool) -> SiloDataset:
-        """Rows of the data set with the labels that the objective trains on."""
-        dataset = self.population.load(rows, image=image, text=text)
-        columns = self.population.run_data.label_columns(self.scenario)
-        if dataset.labels is None or len(columns) == dataset.labels.shape[1]:
-            return dataset
-        return replace(dataset, labels=dataset.labels[:, columns].contiguous())
 
     def local(self, state: Mapping[str, torch.Tensor]) -> Local:
         """What the method trains with, given the silo's personal tensors."""

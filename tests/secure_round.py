@@ -22,7 +22,7 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Payload
-from protocols.parts.missing_branch import shortened
+from protocols.parts.aggregation import shortened
 from silos.secure_sums import SecureSums as OfSilo
 from tests.small_federation import SmallFederation
 from tests.threaded_run import resolved, run_of

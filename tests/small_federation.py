@@ -26,7 +26,7 @@ OBJECTIVES = {
     "fedcafe": Objective(base="dcmh", bits=8, hidden=16),
     "plfedcmh": Objective(base="shdch", bits=8, hidden=16),
 }
-#: adapters of methods that need a certain kind
+#: Kind of adapter of the methods that need a certain one.
 ADAPTERS = {"pfedmma": "mma", "ffalora": "lora", "fedsalora": "lora"}
 #: paired, image only, text only, paired
 MIXED = ((True, True), (True, False), (False, True), (True, True))

@@ -38,8 +38,8 @@ from fedmq.wire.payloads import (
 )
 from protocols import creamfl_public
 from protocols.parts import prototypes
+from protocols.parts.aggregation import shortened
 from protocols.parts.losses import unit
-from protocols.parts.missing_branch import shortened
 from silos.tasks import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import leakage
-from fedmq.audit.payload_attacks import PayloadProbe, probe_payloads, show
+from fedmq.audit.membership_inference import members_of
+from fedmq.audit.payload_attacks import PayloadProbe, _Attacks, probe_payloads, show
+from fedmq.audit.shadow_silos import Sent, Shadows
 from fedmq.errors import InputError
+from fedmq.federation.population import build_population
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs.captured_payloads import read_captured
 from fedmq.storage.run_folder import RunFolder, load_aligned
@@ -20,12 +24,13 @@ from silos.tasks import Silo
 from tests import in_process_run
 from tests.test_audit_membership_inference import finished, noise_scenario
 from tests.threaded_run import resolved, run
-from tools.make_results import Kept
 
 
-def probed(tmp_path: Path, *, rounds: int = 4, privacy: Mapping[str, object], **more: object) -> PayloadProbe:
+def probed(
+    tmp_path: Path, *, rounds: int = 4, privacy: Mapping[str, object], shadows: int = 4, **more: object
+) -> PayloadProbe:
     scenario = noise_scenario(tmp_path, rounds=rounds, privacy={"capture": True, **privacy}, **more)
-    return probe_payloads(finished(scenario, tmp_path / "run"))
+    return probe_payloads(finished(scenario, tmp_path / "run"), shadows=shadows)
 
 
 def test_what_is_captured_is_what_the_silos_sent_and_the_model_that_they_were_sent(
@@ -52,27 +57,82 @@ def test_what_is_captured_is_what_the_silos_sent_and_the_model_that_they_were_se
                 whole[kind] = whole.get(kind, 0) + (original is not None)
     assert whole["delta"] and whole["geometry"] and whole["loss"] and whole["modality_prototypes"]
     last = load_aligned(RunFolder(tmp_path).captured / "version-000003.safetensors")["model"]
-    assert not torch.equal(last, found[0].theta)
+    assert not torch.equal(last, found[0].state.theta)
 
 
 def test_the_attacks_recognise_memorised_items_in_updates_and_not_behind_noise(tmp_path: Path) -> None:
     clear = {attack.name: attack.result for attack in probed(tmp_path, privacy={}).attacks if attack.payload == "delta"}
-    assert clear.keys() == {"cosine", "difference", "gradient"}
-    for name in ("difference", "gradient"):
+    assert clear.keys() == {"cosine", "difference", "gradient", "shadows"}
+    for name in ("difference", "gradient", "shadows"):
         low = clear[name].auc.low
         assert low is not None and low > 0.7, name
     (tmp_path / "noisy").mkdir()
     noisy = probed(tmp_path / "noisy", privacy={"clip_norm": 0.1, "noise_multiplier": 4.0})
     for attack in noisy.attacks:
-        if attack.name in ("difference", "gradient"):
+        if attack.name in ("difference", "gradient", "shadows"):
             assert attack.result.auc.low is not None and attack.result.auc.low < 0.5, attack.name
     assert ("an update or its report", 1.0) in {(one.payload, one.found) for one in noisy.inferences}
     console = Console(record=True, width=120)
     show(noisy, console)
     assert "shows the number of training items: right for 100% of 2" in console.export_text()
-    show(PayloadProbe(1, (), ()), console)
+    show(PayloadProbe(1, (), (), ()), console)
     text = console.export_text()
     assert "no captured payload of a silo has a membership test" in text and "AUC ┃" not in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("protocol={name: fedhap}", "objective={base: triplet, bits: 8, hidden: 16}"),
+        ("protocol={name: fedbridge}",),
+    ],
+    ids=["rcsr", "fedhap", "fedbridge"],
+)
+def test_a_shadow_with_the_silos_items_and_draws_sends_what_the_silo_sent(
+    tiny: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    noise = "privacy={capture: true, clip_norm: 0.1, noise_multiplier: 0.1}"
+    scenario = resolved(tiny, *settings, noise, "participation=1.0", "rounds=2", "evaluation.every=0")
+    in_process_run.run(scenario, tmp_path)
+    population = build_population(scenario)
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    shadows = Shadows(scenario, population, model)
+    for captured in read_captured(RunFolder(tmp_path)):
+        for silo in members_of(scenario, population):
+            name = silo.silo.name
+            sent = Sent(captured.state, captured.version, captured.silos[name], None)
+            again = shadows.update(silo.silo, silo.rows, sent, sequence=captured.version + 1)
+            assert np.array_equal(again, sent.payloads["delta"]["buffer"]), (captured.version, name)
+
+
+def test_an_update_of_one_step_of_sgd_holds_its_inputs(tmp_path: Path) -> None:
+    sgd = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.1, "warmup_rounds": 0}
+    scenario = noise_scenario(tmp_path, training=sgd)
+    population = build_population(scenario)
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    shadows = Shadows(scenario, population, model)
+    sent = Sent(shadows.method.initial(model.initial()), 0, {}, None)
+    found = [each for silo in members_of(scenario, population) for each in shadows.inverted(silo, sent)]
+    assert {each.batch for each in found} == {2, 4, 8}, "a contrast needs two items"
+    for each in found:
+        assert each.items.mean() > 0.85 and each.items.min() > each.others.max(), (each.modality, each.batch)
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_item_nearest_to_a_row_of_a_class_is_told_to_be_the_silos_or_not(tiny: Path, owner: int) -> None:
+    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}")
+    population = build_population(scenario)
+    attacks = _Attacks(scenario, population, population.build_model(scenario, "cpu", ("image", "text")), 0)
+    members = {each.silo.name: each for each in members_of(scenario, population)}
+    labels, row = np.asarray(population.prepared.labels), members[f"silo-0{owner}"].trained[0]
+    sent = Sent(attacks._shadows.method.initial(attacks._model.initial()), 0, {}, None)
+    rows = np.zeros((5, attacks._model.dim), np.float32)
+    (label,) = np.flatnonzero(labels[row])
+    rows[label] = np.sum(attacks._embedded(sent, sent.state.theta, row[None]), axis=0)[0]
+    payload = {"prototypes": rows, "counts": np.arange(5) == label}
+    (found,) = attacks.nearest(members, {"silo-00": replace(sent, payloads={"class_prototypes": payload})})
+    assert (found.found, found.count) == (1.0 - owner, 1) and found.chance is not None and 0 < found.chance < 1
 
 
 def test_with_a_secure_sum_there_is_no_update_to_attack(tiny: Path, tmp_path: Path) -> None:
@@ -99,15 +159,11 @@ def test_a_run_without_captured_payloads_and_a_damaged_file_are_refused_by_name(
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_leakage_attacks_what_silos_sent_and_its_table_can_be_kept(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leakage, "METHODS", {"fedavg": "protocol={name: fedavg}"})
-    monkeypatch.setattr(leakage, "MITIGATIONS", {"clipped updates": "clip_norm: 0.5"})
-    kept = tmp_path / "kept.json"
-    monkeypatch.setattr("sys.argv", ["leakage", "--seeds", "1", "--scenario", str(tiny), "--json", str(kept)])
-    leakage.main()
-    (row,) = Kept.model_validate_json(kept.read_text()).table.body
-    assert [cell.text for cell in row[:2]] == ["fedavg", "clipped updates"]
-    assert all(0.0 <= float(cell.text) <= 1.0 for cell in row[2:7])
-    assert row[7].text == "an update or its report 100%"
+def test_the_benchmark_of_leakage_attacks_what_silos_sent_and_its_tables_have_the_rows_with_values(tiny: Path) -> None:
+    values = leakage.probed(str(tiny), "fedavg", "clipped updates", seed=0)
+    rows = {"one: clipped": [values, values], "other: nothing sent": [{"quality": 0.5}]}
+    for name, columns in leakage.TABLES.items():
+        grid = leakage.table(columns, rows)
+        assert [row[0].text for row in grid.body] == ([] if name == "leakage_rows" else ["one: clipped"]), name
+    (row,) = leakage.table(leakage.TABLES["leakage_updates"], rows).body
+    assert all(0.0 <= float(cell.text.partition(" ± ")[0]) <= 1.0 for cell in row[2:])

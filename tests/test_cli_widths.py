@@ -25,7 +25,7 @@ from fedmq.cli.main import app
 from fedmq.launch.data_check import DataFacts, SiloData
 from fedmq.retrieval.search import Hit
 from fedmq.runs.release import model_card
-from fedmq.runs.result_limits import gallery_of
+from fedmq.runs.results import gallery_of
 from fedmq.runs.run_records import EvaluatedItems, MessageCounts, OwnHeldOut, RunSummary, SiloSummary
 from fedmq.runs.status import SiloPhase, SiloStatus, Status, StatusFile
 from fedmq.safe_console import SafeConsole

@@ -19,8 +19,7 @@ from fedmq.audit.replay import require_repeatable
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.runs.report import run_report
-from fedmq.runs.result_limits import items_each
-from fedmq.runs.results import read_summary
+from fedmq.runs.results import items_each, read_summary
 from fedmq.runs.status import SiloPhase, StatusFile, status_of
 from fedmq.storage.logs import LogFormat, LogOptions
 from fedmq.wire.inquiry import ask_status

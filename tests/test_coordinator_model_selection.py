@@ -11,8 +11,7 @@ from coordinator.round_events import Phase
 from fedmq.api.model import load
 from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
-from fedmq.runs.result_limits import chosen_by_validation
-from fedmq.runs.results import read_metrics
+from fedmq.runs.results import chosen_by_validation, read_metrics
 from fedmq.runs.resume import check
 from fedmq.runs.run_records import EvaluationLine
 from fedmq.storage.run_folder import RunFolder

@@ -11,7 +11,7 @@ import scipy.io as scipy_io
 from PIL import Image
 from safetensors.numpy import save_file
 
-from fedmq.config.resolve import parse
+from fedmq.config.resolve import ResolvedRun, parse
 from fedmq.config.scenario import Data, Scenario
 from fedmq.data.extract import plan
 from fedmq.data.readers.manifest import read_manifest
@@ -124,7 +124,7 @@ def test_the_check_before_photos_are_encoded_partitions_a_manifest_by_its_column
     made = scenario(tmp_path, data={"name": "manifest", "path": str(tmp_path / "list.csv")}, backbone={"name": "lite"})
     dealt: list[list[int]] = []
 
-    def can_start(_: Scenario, population: Population) -> None:
+    def can_start(_: ResolvedRun, __: Scenario, population: Population) -> None:
         dealt.extend(rows.tolist() for rows in population.train)
 
     monkeypatch.setattr(preparation, "_can_start", can_start)

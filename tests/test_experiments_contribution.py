@@ -63,6 +63,18 @@ def test_the_silos_that_are_left_keep_names_data_and_what_they_lack(tiny: Path, 
     np.testing.assert_array_equal(left.evaluated, everyone.evaluated)
 
 
+def test_commands_interrupted_before_their_first_run_say_how_to_continue(
+    whole: RunFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contribution, "require_silos", interrupted)
+    for words in (("contribution", whole.root), ("forget", whole.root, "--silo", GONE)):
+        assert completed(*words).returncode == 1
+        assert "interrupted; repeat the command to continue" in capfd.readouterr().err
+
+
 def test_forgetting_gives_the_model_of_a_run_in_which_the_silo_never_was(
     tiny: Path, whole: RunFolder, tmp_path: Path
 ) -> None:

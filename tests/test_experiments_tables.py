@@ -25,8 +25,7 @@ from fedmq.experiments import plots, summary, tables
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
-from fedmq.runs.result_limits import Gallery
-from fedmq.runs.results import Target
+from fedmq.runs.results import Gallery, Target
 from fedmq.runs.run_records import BelowStart
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import as_csv

@@ -201,7 +201,8 @@ def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(o
     assert facts["items"]
     assert facts["silos"]
     assert facts["problems"] == [
-        "protocol.name: found 'creamfl_public', allowed: creamfl, as the data set marks no public items"
+        f"{tiny}: --set protocol: protocol.name: found 'creamfl_public', allowed: creamfl, as the data set marks no "
+        "public items"
     ]
 
 

@@ -38,7 +38,7 @@ NOISY = f"{SUMS}, clip_norm: {CLIP}, noise_multiplier: {NOISE}"
 
 
 def noisy(tiny: Path, folder: Path, settings: str = NOISY) -> Round:
-    """A round of FedAvg whose updates are as long as the clip norm."""
+    """A round of FedAvg whose updates are as long as the clipping norm."""
     federation = population("fedavg", {"single_modality": "idle"}, kinds=KINDS, sizes=SIZES)
     generator, layout = np.random.default_rng(0), federation.model.layout
     replies = dict[str, tuple[Payload, ...]]()
@@ -66,7 +66,7 @@ def without_noise(start: Round, alive: Sequence[str]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("gone", [(), ("silo-03",)])
 @pytest.mark.parametrize("source", ["seed", "key"])
-def test_a_sum_has_the_noise_that_was_asked_for_whoever_drops_out(
+def test_a_sum_has_at_least_the_noise_that_was_asked_for_whoever_drops_out(
     tiny: Path, tmp_path: Path, gone: Sequence[str], source: str
 ) -> None:
     start, alive = noisy(tiny, tmp_path, f"{NOISY}, noise_from: {source}"), [name for name in NAMES if name not in gone]
@@ -220,7 +220,7 @@ def test_what_a_coordinator_of_sums_can_keep_is_the_statistics_with_their_noise(
     assert torch.tensor(noisy_ones).ne(torch.tensor(plain)).all()
 
 
-def test_kept_payloads_that_nothing_can_attack_are_warned_of(tiny: Path) -> None:
+def test_a_warning_says_that_captured_payloads_of_an_inline_run_cannot_be_attacked(tiny: Path) -> None:
     for launcher, lines in (("inline", 1), ("local", 0)):
         source = read(tiny, ("privacy.capture=true", f"launcher={launcher}"))
         assert sum("privacy.capture" in line for line in resolve(source, protocols).warnings) == lines

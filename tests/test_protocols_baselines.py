@@ -143,7 +143,7 @@ def test_updates_of_all_layers_and_of_some_layers_are_clipped(name: str) -> None
     run = population(name)
     (reply,) = run.replies(run.eligible[:1])
     scenario = types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3))
-    silo = types.SimpleNamespace(facts=reply.silo, scenario=scenario, _noise=0)
+    silo = types.SimpleNamespace(facts=reply.silo, scenario=scenario, _noise=0, _summed=frozenset())
     task = Task(1, 0, 0, 1e-3, ())
     sent = [Silo.transform(silo, payload, task) for payload in reply.payloads]  # type: ignore[arg-type]
     (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]

@@ -27,8 +27,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols import objectives
-from protocols.parts.aggregation import inserted
-from protocols.parts.missing_branch import completed, shortened, updating
+from protocols.parts.aggregation import completed, inserted, shortened, updating
 from protocols.parts.personal_model import OWN
 from tests.replies import payload_of
 from tests.small_federation import LABELS, MIXED, SmallFederation, equal_states, mixed, population
@@ -529,10 +528,12 @@ def test_general_methods_run_on_every_base(base: str) -> None:
         assert float(apart[run.model.branch(modality)].max()) > 1e-5, modality
 
 
-@pytest.mark.parametrize("option", ["a1", "coexistence", "no_such_option"])
-def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "option"), [("dgcpn", "a1"), ("dgcpn", "coexistence"), ("dgcpn", "no_such_option"), ("dsph", "zeta")]
+)
+def test_a_base_refuses_an_option_that_is_not_allowed(base: str, option: str) -> None:
     with pytest.raises(InputError, match=option):
-        objectives.options_of(Objective(base="dgcpn", **{option: -1.0}))
+        objectives.options_of(Objective(base=base, **{option: -2.0}))
 
 
 def test_a_base_without_options_names_the_key_that_it_refuses_and_how_a_base_is_chosen() -> None:

@@ -30,7 +30,7 @@ from protocols.parts import class_prototypes
 from protocols.parts.labelled import samples_of
 from tests.replies import payload_of
 from tests.small_federation import LABELS, SmallFederation, population
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 ADAM = Training(optimizer="adam", batch_size=4, local_epochs=2, weight_decay=0.0)
 LONE = ((True, True), (True, False), (False, True))
@@ -323,6 +323,6 @@ def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: P
             "objective: found 'bits 1000000000, hidden 16', allowed: a network that can be sent",
         ),
     ):
-        scenario = resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting)
+        run = run_of(resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting))
         with pytest.raises(InputError, match=told):
-            preparation._can_start(scenario, build_population(scenario))
+            preparation._can_start(run, run.scenario, build_population(run.scenario))

@@ -14,7 +14,7 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained
 from fedmq.wire.payloads import PartialDelta
-from protocols.parts.missing_branch import completed, layers_of, shortened, trainable
+from protocols.parts.aggregation import completed, layers_of, shortened, trainable
 from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved

@@ -162,7 +162,7 @@ def test_creamfl_sums_the_contrast_between_modalities_and_averages_the_one_withi
     assert float(found) == pytest.approx(expected, rel=1e-9)
 
 
-# --------------------------------------------------------------------------------------- hash bases on features of CLIP
+# -------------------------------------------------------------------------------------- hashing losses on CLIP features
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1))
 
@@ -198,7 +198,7 @@ def dsph_of(codes: list[np.ndarray], proxies: np.ndarray, labels: np.ndarray, al
 
 
 @pytest.mark.parametrize("has", [(True, True), (True, False), (False, True)])
-def test_the_losses_of_the_hash_bases_on_features_of_clip(has: tuple[bool, bool]) -> None:
+def test_the_hashing_losses_on_clip_features_are_those_of_the_official_codes(has: tuple[bool, bool]) -> None:
     drawn = np.random.default_rng(0)
     labels = (drawn.random((9, 5)) < 0.4).astype(float)
     shared, held = (labels @ labels.T > 0).astype(float), [drawn.normal(size=(9, 8)) if each else None for each in has]

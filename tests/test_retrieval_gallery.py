@@ -25,7 +25,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
-from fedmq.retrieval import gallery, query_tower, search
+from fedmq.retrieval import encoded_gallery, gallery, search
 from fedmq.retrieval.encoded_gallery import Gallery
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import Release, open_release
@@ -420,16 +420,16 @@ def test_a_fresh_process_retrieves_drawings_by_text_and_captions_by_image(
     without = ("find_spec", None), ("cache_folder", images / "1F697.png")  # onnxruntime, a cache that can be written
     for (name, value), (query, first) in product(without, queries):
         with monkeypatch.context() as changed:
-            changed.setattr(query_tower, name, lambda *_, value=value: value)
+            changed.setattr(encoded_gallery, name, lambda *_, value=value: value)
             hits = search.find(open_release(root), query, top=3).hits
         assert [hit.item for hit in hits] == [hit["item"] for hit in first]
         assert [hit.score for hit in hits] == pytest.approx([hit["score"] for hit in first], abs=1e-5)
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
     assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0
     config = open_release(root).files.config
-    folders = query_tower.query_folders(config, "text")
+    folders = encoded_gallery.query_folders(config, "text")
     assert folders is not None
-    file = folders.tower / query_tower.FILE
+    file = folders.tower / encoded_gallery.ONNX_FILE
     content = bytearray(file.read_bytes())
     content[-100] ^= 1  # a weight: onnxruntime would compute something else
     file.write_bytes(content)

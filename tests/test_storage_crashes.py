@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -231,6 +232,7 @@ def test_the_library_reads_tensors_of_every_type_as_written_and_only_their_owner
     written = {str(kind): flat.to(kind) for kind in map(torch_type, TYPES)}
     written |= {"scalar": torch.tensor(3.5), "none": torch.zeros(0, 4), "turned": torch.randn(3, 5).t()}
     written |= {"view": flat[1:7].view(2, 3), "same": flat[1:7], "é\n": torch.ones(1, dtype=torch.bool)}
+    written |= {"NumPy": torch.from_numpy(np.zeros(0, np.int64)), "repeated": torch.tensor(3).expand(1)}
     run_folder.write_tensors(tmp_path / "x", written, {"owner": "é"})
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
     with safe_open(tmp_path / "x", "pt") as file:

@@ -160,7 +160,7 @@ def run(
         return outcome
     finally:
         over.set()
-        # What a failed coordinator leaves looks for it, and ends when it reports that there is no answer: at once here.
+        # The silos of a failed coordinator look for it until they report that there is no answer: here at once.
         with mock.patch.object(channel, "_QUIET_SECONDS", 0.0):
             for thread in threads:
                 if thread.is_alive():

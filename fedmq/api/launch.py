@@ -33,8 +33,7 @@ from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.metrics import BRIEF, metric_of
-from fedmq.runs.result_limits import gallery_of_status, meaningful
-from fedmq.runs.results import new_metrics
+from fedmq.runs.results import gallery_of_status, meaningful, new_metrics
 from fedmq.runs.resume import lacks_evaluation
 from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine
 from fedmq.runs.status import read_status

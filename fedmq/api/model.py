@@ -20,13 +20,7 @@ from fedmq.encoders.images import as_pixels
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.retrieval.encoded_gallery import images_below
-from fedmq.retrieval.released_model import (
-    ModelFolder,
-    PersonalModel,
-    Retriever,
-    described,
-    open_model,
-)
+from fedmq.retrieval.released_model import ModelFolder, PersonalModel, Retriever, described, open_model
 from fedmq.retrieval.search import nearest
 from fedmq.runs.release import ReleaseConfig, is_model
 
@@ -196,11 +190,7 @@ class Model:
         return Embeddings(tuple(named), self._ranked(self.embed_images(given)))
 
     def search(
-        self,
-        query: ImageLike,
-        gallery: Embeddings | str | os.PathLike[str] | Sequence[ImageLike],
-        *,
-        top: int = 10,
+        self, query: ImageLike, gallery: Embeddings | str | os.PathLike[str] | Sequence[ImageLike], *, top: int = 10
     ) -> list[Found]:
         """Rank a gallery for a query.
 

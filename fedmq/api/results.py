@@ -14,8 +14,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.runs.report import run_report
 from fedmq.runs.report.logs import read_logs
-from fedmq.runs.result_limits import gallery_of, meaningful
-from fedmq.runs.results import read_metrics, read_summary
+from fedmq.runs.results import gallery_of, meaningful, read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, RunSummary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.run_folder import open_run as open_folder

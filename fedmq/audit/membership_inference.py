@@ -33,6 +33,7 @@ from fedmq.federation.protocol import SiloFacts, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.results import read_summary
+from fedmq.seeds import numpy_generator
 from fedmq.text import Progress
 
 F32 = npt.NDArray[np.float32]
@@ -70,7 +71,7 @@ class ProbeResult:
     members: int  # number of training items
     others: int  # number of held-out items
     auc: Estimate  # area under the ROC curve: the probability that a random member scores above a random held-out item
-    tpr: float  # true-positive rate at a false-positive rate of FALSE_POSITIVES
+    tpr: Estimate  # true-positive rate at a false-positive rate of FALSE_POSITIVES
     untrained: float  # AUC of the initial model
     added: Estimate  # ``auc`` minus ``untrained``: the effect of training
 
@@ -103,7 +104,7 @@ def scores(image: npt.NDArray[np.float32], text: npt.NDArray[np.float32]) -> F64
         float64 [n]: the cosine of image and caption, minus the mean cosine of the item's image with the other items'
         captions and of its caption with the other items' images.
     """
-    x, y = _unit(image), _unit(text)
+    x, y = unit_rows(image), unit_rows(text)
     pair = (x * y).sum(axis=1)
     # The sum over the other items is the sum over all items minus the pair itself.
     with_others = x @ y.sum(axis=0) + y @ x.sum(axis=0) - 2 * pair
@@ -111,7 +112,8 @@ def scores(image: npt.NDArray[np.float32], text: npt.NDArray[np.float32]) -> F64
     return result
 
 
-def _unit(rows: npt.NDArray[np.float32]) -> F64:
+def unit_rows(rows: npt.NDArray[np.floating]) -> F64:
+    """Rows [n, d] scaled to length 1."""
     wide = rows.astype(np.float64)
     unit: F64 = wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), 1e-12)
     return unit
@@ -130,15 +132,31 @@ def area(members: F64, others: F64) -> float:
     return float(roc_auc_score(truth, np.concatenate([members, others])))
 
 
-def true_positives(members: F64, others: F64) -> float:
+def true_positives(members: F64, others: F64, axis: int = -1) -> npt.NDArray[np.float64]:
     """True-positive rate at a false-positive rate of FALSE_POSITIVES; with fewer than 100 others, at none.
 
     Args:
-        members: [m] scores.
-        others: [n] scores, n at least 1.
+        members: scores; of several samples, along ``axis``.
+        others: likewise, at least 1 along the axis.
+        axis: the last one.
     """
-    allowed = int(FALSE_POSITIVES * len(others))
-    return float((members > np.sort(others)[len(others) - 1 - allowed]).mean())
+    count = others.shape[axis]
+    threshold = np.sort(others, axis=axis)[..., [count - 1 - int(FALSE_POSITIVES * count)]]
+    found: F64 = (members > threshold).mean(axis=axis)
+    return found
+
+
+def rate_of(members: F64, others: F64) -> Estimate:
+    """:func:`true_positives` with the 95 % percentile interval of a bootstrap of both samples."""
+    from scipy.stats import bootstrap  # noqa: PLC0415 - a second to import
+
+    value = float(true_positives(members, others))
+    if min(len(members), len(others)) < 2:
+        return Estimate(value, None, None)
+    interval = bootstrap(
+        (members, others), true_positives, n_resamples=999, method="percentile", rng=numpy_generator(0, "bootstrap")
+    ).confidence_interval
+    return Estimate(value, float(interval.low), float(interval.high))
 
 
 def components(members: F64, others: F64) -> tuple[F64, F64]:
@@ -196,7 +214,7 @@ def compared(
         len(released[0]),
         len(released[1]),
         estimate(auc, parts, 0.0),
-        true_positives(*released),
+        rate_of(*released),
         before,
         estimate(auc - before, (parts[0] - parts_before[0], parts[1] - parts_before[1]), -1.0),
     )
@@ -341,7 +359,7 @@ def show(measured: Probe, console: Console) -> None:
         modality = f", {result.modalities[0]}" if len(result.modalities) == 1 else ""
         label = name + modality + ("" if result.trained else ", took no part")
         counts = f"{result.members:,} / {result.others:,}"
-        table.add_row(label, counts, str(result.auc), f"{result.tpr:.3f}", str(result.added))
+        table.add_row(label, counts, str(result.auc), str(result.tpr), str(result.added))
     console.print(table)
     lines = (
         f"{_verdict(measured.overall)}. AUC: the probability that a training item scores above a held-out one; 0.5 is"

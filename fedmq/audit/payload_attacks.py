@@ -11,14 +11,16 @@ ROC curve is that of all silos together.
   Inference Attacks", ICLR 2022).
 - Update, ``gradient``: the derivative of the score along the update, which is positive for an item whose own gradient
   is part of it (Nasr et al., "Comprehensive Privacy Analysis of Deep Learning", S&P 2019, for one update).
+- Update, ``shadows``: RMIA against shadow silos, and inversion of small updates; see :mod:`fedmq.audit.shadow_silos`.
 - Prototype, ``cosine``: an item's cosine with the prototype, against that with the other silos' mean prototype.
 
-What else payloads show: the number of items, the labels, and the training item nearest to a prototype.
+What else payloads show: the number of items, the labels, and the training item nearest to a prototype or a class's row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from fedmq.audit.membership_inference import (
+    F32,
     F64,
     FALSE_POSITIVES,
     Members,
@@ -38,19 +41,36 @@ from fedmq.audit.membership_inference import (
     embedded,
     members_of,
     scores,
+    unit_rows,
 )
+from fedmq.audit.shadow_silos import TEMPERATURE, Inverted, Sent, Shadows, likelihoods, relative, whole_change
+from fedmq.config.scenario import Scenario
+from fedmq.data.labels import fine_columns
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.federation.population import Population
+from fedmq.federation.protocol import SiloFacts
+from fedmq.models.hash_networks import towers_with
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.captured_payloads import Captured, Fields, read_captured
 from fedmq.text import Progress, counted
-from fedmq.wire.payloads import ClassPrototypes, Delta, Geometry, Memory, ModalityPrototypes, PartialDelta
-from protocols.parts.aggregation import inserted
+from fedmq.wire.payloads import (
+    IMAGE,
+    TEXT,
+    ClassPrototypes,
+    Delta,
+    Geometry,
+    Memory,
+    ModalityPrototypes,
+    PartialDelta,
+)
 
 #: Step along the update of the derivative, as a fraction of it, in both directions.
 _STEP = 0.05
+_Measure = Callable[[F32, F32], F64]
+#: Largest number of items behind a class's row, and the words for it.
+_SIZES = ((1, "1 item"), (7, "2 to 7 items"), (math.inf, "8 items or more"))
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,7 @@ class Attack:
 
     payload: str
     name: str
+    paired: bool  # of silos with both modalities; otherwise of those with one
     result: ProbeResult  # ``untrained`` is the same attack without the payload: by the model before it, or by others'
 
 
@@ -74,51 +95,55 @@ class Inference:
 
 
 @dataclass(frozen=True)
+class Inversion:
+    """How similar the rows of the update of one optimiser step are to the inputs that it was computed from."""
+
+    modality: str
+    batch: int  # number of items of the step
+    cosine: float  # mean over items of the batches: that of an input with the row of the update nearest to it
+    chance: float  # the same of held-out items
+    count: int  # number of items
+
+
+@dataclass(frozen=True)
 class PayloadProbe:
     """What the captured payloads of a run reveal."""
 
     captured: int  # number of captured merges
     attacks: tuple[Attack, ...]
     inferences: tuple[Inference, ...]
+    inversions: tuple[Inversion, ...]
 
     def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """What a silo sent last, and the model that it had then."""
-
-    theta: torch.Tensor
-    payloads: Mapping[str, Fields]
-    layers: Sequence[str] | None
-
-
-def probe_payloads(release: Release, progress: Progress | None = None) -> PayloadProbe:
+def probe_payloads(release: Release, progress: Progress | None = None, *, shadows: int = 0) -> PayloadProbe:
     """Attack the captured payloads of a run.
 
     Args:
         release: the run.
+        shadows: even number of shadow silos to train for each silo; with 0 the attacks that need them are left out.
         progress: called with (what, done, total).
 
     Raises:
         InputError: the run has no captured payloads, they are damaged or do not fit the model, or its data are not on
             this machine.
     """
-    last, merges, folder, scenario = dict[str, _Sent](), 0, release.run, release.scenario
+    last, merges, folder, scenario = dict[str, Sent](), 0, release.run, release.scenario
     population = data_of(release, progress)
     members, model = members_of(scenario, population), population.build_model(scenario, release.device, MODALITIES)
     for captured in read_captured(folder):
         merges += 1
-        if captured.theta.shape != model.flat.shape:
-            found = f"a model of {captured.theta.numel():,} parameters"
+        if captured.state.theta.shape != model.flat.shape:
+            found = f"a model of {captured.state.theta.numel():,} parameters"
             raise InputError(str(folder.captured), found, f"the run's, of {model.flat.numel():,}")
         last |= {
             silo: _sent(captured, silo) for silo, base in captured.base_versions.items() if base == captured.version
         }
     by_name = {each.silo.name: each for each in members}
-    attacks = _Attacks(population, model)
+    attacks = _Attacks(scenario, population, model, shadows)
     for done, (silo, sent) in enumerate(sorted(last.items())):
         if progress is not None:
             progress("payloads of silos attacked", done, len(last))
@@ -126,11 +151,11 @@ def probe_payloads(release: Release, progress: Progress | None = None) -> Payloa
             others = [_prototypes(each.payloads) for name, each in last.items() if name != silo]
             attacks.attack(by_name[silo], sent, others)
     inferences = [*_sizes(last, by_name), *_labels(last, by_name, population), *attacks.nearest(by_name, last)]
-    return PayloadProbe(merges, attacks.results(), tuple(inferences))
+    return PayloadProbe(merges, attacks.results(), tuple(inferences), attacks.inversions())
 
 
-def _sent(captured: Captured, silo: str) -> _Sent:
-    return _Sent(captured.theta, captured.silos.get(silo, {}), captured.layers.get(silo))
+def _sent(captured: Captured, silo: str) -> Sent:
+    return Sent(captured.state, captured.version, captured.silos.get(silo, {}), captured.layers.get(silo))
 
 
 def _prototypes(payloads: Mapping[str, Fields]) -> dict[str, npt.NDArray[np.float32]]:
@@ -145,87 +170,164 @@ def _prototypes(payloads: Mapping[str, Fields]) -> dict[str, npt.NDArray[np.floa
 class _Attacks:
     """Scores of all attacks, silo by silo."""
 
-    def __init__(self, population: Population, model: TwoTower) -> None:
-        self._population, self._model = population, model
-        #: Standardised scores by payload and attack: of members and of others, under the payload and without it.
-        self._scores: dict[tuple[str, str], list[tuple[F64, F64, F64, F64]]] = {}
+    def __init__(self, scenario: Scenario, population: Population, model: TwoTower, count: int) -> None:
+        self._population, self._model, self._count = population, model, count
+        self._shadows = Shadows(scenario, population, model)
+        #: Standardised scores by payload, attack and whether silos have both modalities: of members and of others,
+        #: under the payload and without it.
+        self._scores: dict[tuple[str, str, bool], list[tuple[F64, F64, F64, F64]]] = {}
+        self._inverted: list[Inverted] = []
 
-    def _embedded(self, theta: torch.Tensor, rows: Rows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def _embedded(self, sent: Sent, theta: torch.Tensor, rows: Rows) -> tuple[F32, F32]:
+        """Embeddings [n, d] of items by other parameters, and the memory that the silo was sent with its task."""
+        released = self._shadows.method.release(sent.state)
+        memory = next((torch.tensor(each.centroids) for each in released if isinstance(each, Memory)), None)
         self._model.load(theta.numpy())
-        return embedded(self._model, self._population, rows)
+        with towers_with(self._model, memory=memory):
+            return embedded(self._model, self._population, rows)
 
-    def attack(self, silo: Members, sent: _Sent, others: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> None:
+    def attack(self, silo: Members, sent: Sent, others: Sequence[Mapping[str, npt.NDArray[np.float32]]]) -> None:
         """Score the items of a silo under what it sent; ``others`` are the prototypes of the other silos."""
         rows = np.concatenate([silo.trained, silo.held_out])
         if min(len(silo.trained), len(silo.held_out)) < 2:
             return
-        image, text = self._embedded(sent.theta, rows)
-        before = scores(image, text)
+        theta = sent.state.theta
+        image, text = self._embedded(sent, theta, rows)
+        score, likelihood = self._measures(silo.silo, sent)
+        before = score(image, text)
         change = self._change(sent)
         if change is not None and bool(change.any()):
             kind = PartialDelta.KIND if PartialDelta.KIND in sent.payloads else Delta.KIND
-            after = scores(*self._embedded(sent.theta + change, rows))
-            ahead = scores(*self._embedded(sent.theta + _STEP * change, rows))
-            behind = scores(*self._embedded(sent.theta - _STEP * change, rows))
+            end = self._embedded(sent, theta + change, rows)
+            after = score(*end)
+            ahead = score(*self._embedded(sent, theta + _STEP * change, rows))
+            behind = score(*self._embedded(sent, theta - _STEP * change, rows))
             still = np.zeros(len(rows))
             for name, value, reference in (
                 ("cosine", after, before),
                 ("difference", after - before, still),
                 ("gradient", ahead - behind, still),
             ):
-                self._add(kind, name, value, reference, len(silo.trained))
+                self._add(silo, kind, name, value, reference)
+            if self._count:
+                updates = self._shadows.halves(silo, sent, self._count)
+                usual = [likelihood(*self._embedded(sent, theta + each, rows)) for each in updates]
+                value, reference = (relative(likelihood(*each), usual) for each in (end, (image, text)))
+                self._add(silo, kind, "shadows", value, reference)
+                self._inverted += self._shadows.inverted(silo, sent)
         for modality, prototype in _prototypes(sent.payloads).items():
             rest = [each[modality] for each in others if modality in each]
             items = image if modality == "image" else text
             reference = _cosine(items, np.mean(rest, axis=0)) if rest else np.zeros(len(rows))
             value = _cosine(items, prototype)
-            self._add(ModalityPrototypes.KIND, f"cosine, {modality}", value, reference, len(silo.trained))
+            self._add(silo, ModalityPrototypes.KIND, f"cosine, {modality}", value, reference)
 
-    def _change(self, sent: _Sent) -> torch.Tensor | None:
+    def _measures(self, silo: SiloFacts, sent: Sent) -> tuple[_Measure, _Measure]:
+        """The score of an item, and its log-likelihood.
+
+        A silo that lacks a modality trains its items towards the prototype of it that it was sent, if there is one.
+        """
+        task = self._shadows.method.task(sent.state, silo)
+        sent_to = next((each for each in task if isinstance(each, ModalityPrototypes)), None)
+        if silo.paired or sent_to is None or not sent_to.mask & (TEXT if silo.image else IMAGE):
+            return scores, likelihoods
+        anchor, place = (sent_to.text, 0) if silo.image else (sent_to.image, 1)
+
+        def score(image: F32, text: F32) -> F64:
+            return _cosine((image, text)[place], anchor)
+
+        return score, lambda image, text: score(image, text) / TEMPERATURE
+
+    def _change(self, sent: Sent) -> torch.Tensor | None:
         """A silo's update of the whole model [P]; None without one."""
         if (whole := sent.payloads.get(Delta.KIND)) is not None:
-            return torch.from_numpy(np.asarray(whole["buffer"], np.float32))
+            return whole_change(self._model, whole["buffer"], None)
         if (part := sent.payloads.get(PartialDelta.KIND)) is None or sent.layers is None:
             return None
-        values = torch.from_numpy(np.asarray(part["buffer"], np.float32))
-        return inserted(torch.zeros_like(sent.theta), self._model.layout, sent.layers, values)
+        return whole_change(self._model, part["buffer"], sent.layers)
 
-    def _add(self, kind: str, name: str, value: F64, reference: F64, members: int) -> None:
-        value, reference = _standardised(value), _standardised(reference)
+    def _add(self, silo: Members, kind: str, name: str, value: F64, reference: F64) -> None:
+        value, reference, members = _standardised(value), _standardised(reference), len(silo.trained)
         parts = (value[:members], value[members:], reference[:members], reference[members:])
-        self._scores.setdefault((kind, name), []).append(parts)
+        self._scores.setdefault((kind, name, silo.silo.paired), []).append(parts)
 
     def results(self) -> tuple[Attack, ...]:
-        """The attacks over all silos."""
+        """The attacks over all silos with both modalities, and over those with one."""
         found = []
-        for (kind, name), parts in self._scores.items():
+        for (kind, name, paired), parts in sorted(self._scores.items(), key=lambda each: not each[0][2]):
             inside, outside, before, without = (np.concatenate([part[i] for part in parts]) for i in range(4))
-            result = compared((inside, outside), (before, without), MODALITIES, trained=True)
-            found.append(Attack(kind, name, result))
+            result = compared((inside, outside), (before, without), MODALITIES if paired else (), trained=True)
+            found.append(Attack(kind, name, paired, result))
         return tuple(found)
 
-    def nearest(self, members: Mapping[str, Members], last: Mapping[str, _Sent]) -> list[Inference]:
-        """How often the training item nearest to a prototype, of all silos, is one of the silo's own."""
+    def inversions(self) -> tuple[Inversion, ...]:
+        """What updates of one step reveal of their inputs, over all silos."""
+        groups = dict[tuple[str, int], list[Inverted]]()
+        for each in self._inverted:
+            groups.setdefault((each.modality, each.batch), []).append(each)
+        found = []
+        for (modality, batch), parts in sorted(groups.items()):
+            items, others = (np.concatenate([getattr(part, name) for part in parts]) for name in ("items", "others"))
+            found.append(Inversion(modality, batch, float(items.mean()), float(others.mean()), len(items)))
+        return tuple(found)
+
+    def nearest(self, members: Mapping[str, Members], last: Mapping[str, Sent]) -> list[Inference]:
+        """How often the training item nearest to a prototype, of all silos, is one of the silo's own.
+
+        For a row of a class, the items of that class are compared; rows with few items of the silo are told apart.
+        """
         rows = np.concatenate([silo.trained for silo in members.values()])
         owner = np.concatenate([np.full(len(silo.trained), name) for name, silo in members.items()])
-        right, chances = list[bool](), list[float]()
+        labels = _fine_labels(self._population, rows)
+        found = dict[tuple[str, str], list[tuple[bool, float]]]()
         for name, sent in sorted(last.items()):
-            for modality, prototype in _prototypes(sent.payloads).items():
-                image, text = self._embedded(sent.theta, rows)
-                best = int(np.argmax(_cosine(image if modality == "image" else text, prototype)))
-                right.append(str(owner[best]) == name)
-                chances.append(float((owner == name).mean()))
-        if not right:
-            return []
-        what = "the nearest training item is the silo's"
-        return [Inference(ModalityPrototypes.KIND, what, float(np.mean(right)), float(np.mean(chances)), len(right))]
+            if name not in members or not (prototypes := [*_rows(sent, members[name].silo, labels.shape[1])]):
+                continue
+            change = self._change(sent)
+            image, text = self._embedded(sent, sent.state.theta if change is None else sent.state.theta + change, rows)
+            both = unit_rows(image) + unit_rows(text)
+            codes: dict[str, npt.NDArray[np.floating]] = {"image": image, "text": text, "both": both}
+            for kind, modality, label, prototype in prototypes:
+                compared_ = np.full(len(rows), True) if label is None else labels[:, label]
+                own = (owner == name)[compared_]
+                if not own.any() or own.all():
+                    continue
+                size = "" if label is None else next(words for most, words in _SIZES if own.sum() <= most)
+                right = bool(own[np.argmax(_cosine(codes[modality][compared_], prototype))])
+                found.setdefault((kind, size), []).append((right, float(own.mean())))
+        inferences = []
+        for (kind, size), pairs in sorted(found.items()):
+            what = f"a training item of the silo, the one nearest to {f'a row of {size}' if size else 'a prototype'}"
+            found_share, chance = map(float, np.mean(pairs, axis=0))
+            inferences.append(Inference(kind, what, found_share, chance, len(pairs)))
+        return inferences
 
 
-def _cosine(items: npt.NDArray[np.float32], direction: npt.NDArray[np.floating]) -> F64:
-    wide, one = items.astype(np.float64), direction.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=1) * np.linalg.norm(one)
-    result: F64 = wide @ one / np.maximum(lengths, 1e-12)
-    return result
+def _rows(sent: Sent, silo: SiloFacts, classes: int) -> Iterator[tuple[str, str, int | None, npt.NDArray[np.floating]]]:
+    """The prototypes that a silo sent: kind, modality, class (None for all items) and values [d]."""
+    for modality, prototype in _prototypes(sent.payloads).items():
+        yield ModalityPrototypes.KIND, modality, None, prototype
+    held = "both" if silo.paired else "image" if silo.image else "text"
+    for kind, values, counts in ((ClassPrototypes.KIND, "prototypes", "counts"), (Memory.KIND, "centroids", "support")):
+        if (fields := sent.payloads.get(kind)) is None or not classes or len(fields[counts]) % classes:
+            continue
+        halves = ("image", "text") if len(fields[counts]) == 2 * classes else (held,)
+        for place in np.flatnonzero(fields[counts]):
+            yield kind, halves[place // classes], int(place % classes), np.asarray(fields[values][place], np.float32)
+
+
+def _fine_labels(population: Population, rows: Rows) -> npt.NDArray[np.bool_]:
+    """Labels bool [n, C] of some items, those that define relevance; C is 0 without labels."""
+    labels = population.prepared.labels
+    if labels is None:
+        return np.zeros((len(rows), 0), np.bool_)
+    found: npt.NDArray[np.bool_] = np.asarray(labels[rows])[:, fine_columns(population.prepared.label_names)] > 0
+    return found
+
+
+def _cosine(items: npt.NDArray[np.floating], direction: npt.NDArray[np.floating]) -> F64:
+    found: F64 = unit_rows(items) @ unit_rows(direction[None])[0]
+    return found
 
 
 def _standardised(values: F64) -> F64:
@@ -234,7 +336,7 @@ def _standardised(values: F64) -> F64:
     return result
 
 
-def _sizes(last: Mapping[str, _Sent], members: Mapping[str, Members]) -> list[Inference]:
+def _sizes(last: Mapping[str, Sent], members: Mapping[str, Members]) -> list[Inference]:
     """For how many silos the number of training items is known: as a field, or from RCSR's geometry."""
 
     def from_geometry(payloads: Mapping[str, Fields]) -> float | None:
@@ -260,7 +362,7 @@ def _sizes(last: Mapping[str, _Sent], members: Mapping[str, Members]) -> list[In
     return found
 
 
-def _labels(last: Mapping[str, _Sent], members: Mapping[str, Members], population: Population) -> list[Inference]:
+def _labels(last: Mapping[str, Sent], members: Mapping[str, Members], population: Population) -> list[Inference]:
     """For how many of the labels a silo's rows show whether it has items with them."""
     found = []
     for kind, name in ((ClassPrototypes.KIND, "counts"), (Memory.KIND, "support")):
@@ -292,12 +394,17 @@ def show(measured: PayloadProbe, console: Console) -> None:
         table.add_column(head, no_wrap=True)
     for attack in measured.attacks:
         result = attack.result
-        table.add_row(f"{attack.payload}, {attack.name}", str(result.auc), f"{result.tpr:.3f}", str(result.added))
+        alone = "" if attack.paired else ", silos with one modality"
+        table.add_row(f"{attack.payload}, {attack.name}{alone}", str(result.auc), str(result.tpr), str(result.added))
     # Secure sums, e.g., leave no payload of a silo to test.
     console.print(table if measured.attacks else "no captured payload of a silo has a membership test")
     for one in measured.inferences:
         chance = "" if one.chance is None else f"; by guessing {one.chance:.0%}"
         line = f"{one.payload} shows {one.what}: right for {one.found:.0%} of {one.count:,}{chance}"
+        console.print(line, highlight=False, soft_wrap=True)
+    for each in measured.inversions:
+        line = f"the update of one step on {counted(each.batch, 'item')} shows its {each.modality} inputs: cosine "
+        line += f"{each.cosine:.3f} of one with the nearest row of a weight, {each.chance:.3f} of a held-out item"
         console.print(line, highlight=False, soft_wrap=True)
     last = "By the payload: the AUC minus that of the same attack without it. Each silo's last captured payloads count"
     console.print(

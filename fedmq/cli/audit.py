@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedmq.audit.report import Verdict
     from fedmq.audit.signatures import KnownKeys
 
-    _Probed = tuple[Probe, PayloadProbe | None, None] | tuple[None, None, Finding]
+    _Probed = tuple[Probe, PayloadProbe | None, None] | tuple[None, None, Finding | None]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,15 @@ class _Options:
             help="Attack the released model, and payloads kept by privacy.capture: which items were trained on?",
         ),
     ] = False
+    shadows: Annotated[
+        int,
+        typer.Option(
+            "--shadows",
+            metavar="N",
+            min=0,
+            help="With --probe: train N shadow silos for each silo, for stronger attacks on payloads; 16 are enough.",
+        ),
+    ] = 0
     delta: Annotated[
         float | None,
         typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
@@ -130,7 +139,7 @@ def _audit(run: Path, options: _Options) -> int:
     accounts, measured, attacked, other_model, deferred = None, None, None, None, None
     try:
         accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-        measured, attacked, other_model = _probed(run) if options.with_probe else (None, None, None)
+        measured, attacked, other_model = _probed(run, options)
     except InputError as error:
         deferred = error  # raised or printed after the findings of the logs
     audit.findings += [other_model] if other_model and other_model not in audit.findings else []
@@ -218,8 +227,12 @@ def _show(
         membership_inference.show(measured, out)
 
 
-def _probed(run: Path) -> _Probed:
+def _probed(run: Path, options: _Options) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
+    if options.shadows % 2 or (options.shadows and not options.with_probe):
+        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
+    if not options.with_probe:
+        return None, None, None
     import protocols  # noqa: PLC0415 - brings torch
     from fedmq.audit import membership_inference  # noqa: PLC0415
     from fedmq.audit.payload_attacks import probe_payloads  # noqa: PLC0415
@@ -231,7 +244,8 @@ def _probed(run: Path) -> _Probed:
         pooled = protocols.traits_of(release.scenario).pooled
         measured = membership_inference.probe(release, pooled=pooled, progress=later(bar()))
         captured = release.run.captured.exists()
-        return measured, probe_payloads(release, later(bar())) if captured else None, None
+        attacked = probe_payloads(release, later(bar()), shadows=options.shadows) if captured else None
+        return measured, attacked, None
     except OtherModelError as error:
         return None, None, replace(damaged(error), cause=Cause.RELEASE)
 

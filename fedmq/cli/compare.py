@@ -41,8 +41,7 @@ _EXTENSIONS = 3
 _SELECT_OPTIONS = ("select_rounds", "select_seed", "extensions")
 
 Files = Annotated[
-    list[Path],
-    typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False),
+    list[Path], typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False)
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
 

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from fedmq.cli.compare import command_line, display_progress, workplace
-from fedmq.cli.console import bar, err, exit_stopped, out
+from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out
 from fedmq.cli.options import AsJson, Quiet, Run
 from fedmq.cli.run import scenario_command
 from fedmq.cli.scenarios import resolved_file
@@ -36,6 +36,7 @@ _Processes = Annotated[
 ]
 
 
+@continued_by_repeating()
 def contribution_command(
     run: Run,
     shapley: Annotated[
@@ -132,6 +133,7 @@ def _warn(
         print_line("the other runs are done; repeat the command to retry the failed ones", error=True)
 
 
+@continued_by_repeating()
 def forget_command(
     run: Run,
     silo: Annotated[list[str], typer.Option("--silo", metavar="NAME", help="The silo to forget; may be repeated.")],

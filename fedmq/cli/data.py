@@ -132,11 +132,7 @@ def _to_state(resolved: ResolvedRun, site: Path | None) -> AgreementRecord:
 
 @data_app.command("check")
 def data_check(
-    file: File,
-    site: SiteFile = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    as_json: AsJson = False,
+    file: File, site: SiteFile = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
 ) -> None:
     """Count a scenario's data, report missing and unreadable files, and show each silo's dataset.
 
@@ -220,7 +216,7 @@ def _show_overlaps(found: Sequence[Overlap]) -> None:
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
     """Print the data of each silo and, if the table is small enough, its items by label."""
-    from fedmq.runs.result_limits import ONE_STEP_TASKS, about_silos  # noqa: PLC0415
+    from fedmq.runs.results import ONE_STEP_TASKS, about_silos  # noqa: PLC0415
 
     columns = ("modalities", "samples", "steps per task", "held out", "JS divergence")
     table = Table(Column("silo", overflow="fold"), *columns)
@@ -299,8 +295,7 @@ def data_fingerprint(
 def data_overlap(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A file of each site.", show_default=False)],
     names: Annotated[
-        Path | None,
-        typer.Option("--names", metavar="FILE", help="Also list the shared items of this file's site."),
+        Path | None, typer.Option("--names", metavar="FILE", help="Also list the shared items of this file's site.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

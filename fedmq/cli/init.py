@@ -42,8 +42,7 @@ def init_command(
         typer.Argument(metavar="FILE", help="The scenario to write; mine.yaml by default.", show_default=False),
     ] = None,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="PATH", help="Your images and captions.", show_default=False),
+        str | None, typer.Option("--data", metavar="PATH", help="Your images and captions.", show_default=False)
     ] = None,
     silos: Annotated[int | None, typer.Option("--silos", help="Number of silos.", show_default=False)] = None,
     missing: Annotated[

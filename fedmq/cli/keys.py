@@ -191,8 +191,7 @@ def keys_remove(
 
 @keys_app.command("init")
 def keys_init(
-    directory: _Directory,
-    silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="Number of silos.")],
+    directory: _Directory, silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="Number of silos.")]
 ) -> None:
     """Create and accept the keys of the coordinator, the evaluator and all silos, for simulations.
 
@@ -262,8 +261,7 @@ def sign_command(
 def verify_command(
     model: _Model,
     keys: Annotated[
-        Path | None,
-        typer.Option("--keys", metavar="DIR", help="Folder of accepted keys that includes the signer's."),
+        Path | None, typer.Option("--keys", metavar="DIR", help="Folder of accepted keys that includes the signer's.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -56,8 +56,7 @@ _OLD_SECONDS = 10.0
 
 def status_command(
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False),
+        Path | None, typer.Argument(metavar="RUN", help="A run folder; not needed with --connect.", show_default=False)
     ] = None,
     connect: Annotated[
         str | None,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
 #: Of the commands that start a run or resume one, whose scenario is in its folder.
 NewFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="FILE", help="A scenario (YAML); not needed with --resume.", show_default=False),
+    Path | None, typer.Argument(metavar="FILE", help="A scenario (YAML); not needed with --resume.", show_default=False)
 ]
 Resume = Annotated[
     Path | None,
@@ -117,8 +116,7 @@ SiteFile = Annotated[
 
 
 OwnPolicy = Annotated[
-    Path | None,
-    typer.Option("--policy", metavar="FILE", help="Policy (YAML); the silo does not send what it forbids."),
+    Path | None, typer.Option("--policy", metavar="FILE", help="Policy (YAML); the silo does not send what it forbids.")
 ]
 SiloOut = Annotated[
     Path | None,

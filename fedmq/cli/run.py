@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedmq.cli.console import (
-    bar,
-    continued_by_repeating,
-    continued_by_the_same_command,
-    err,
-    exit_stopped,
-    starting,
-)
+from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, exit_stopped, starting
 from fedmq.cli.options import (
     AsJson,
     CheckOnly,

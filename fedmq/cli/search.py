@@ -119,8 +119,7 @@ def search_command(
         str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
     ] = None,
     side: Annotated[
-        Side | None,
-        typer.Option("--side", help="Modality of --item that is the query; by default its image."),
+        Side | None, typer.Option("--side", help="Modality of --item that is the query; by default its image.")
     ] = None,
     among: Annotated[
         Literal["images", "captions"] | None,
@@ -193,8 +192,7 @@ def export_command(
     run: Run,
     chosen: Chosen = None,
     onnx: Annotated[
-        Path | None,
-        typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery."),
+        Path | None, typer.Option("--onnx", metavar="DIR", help="Write the model's towers to DIR instead of a gallery.")
     ] = None,
     hub: Annotated[
         Path | None,
@@ -400,11 +398,11 @@ def cross_command(
     """
     require_folder(run)
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
-    from fedmq.retrieval import cross_site  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval.plots import cross_site  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
 
     names = open_release(run, device).scenario.silo_names
-    found = cross_site.measured(names, lambda name: open_run_model(run, device, name), metric, bar())
+    found = cross_site(names, lambda name: open_run_model(run, device, name), metric, bar())
     if as_json:
         facts = {"metric": metric, "models": found.models, "silos": found.silos, "items": found.items}
         means = {"own": found.own, "others": found.others, "without_model": found.without}

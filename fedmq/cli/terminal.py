@@ -20,7 +20,7 @@ from fedmq.evaluation.custom_metrics import custom_metrics, measures_of
 from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
 from fedmq.evaluation.recall import HEADLINE, chance_std
 from fedmq.launch.interrupts import FAILED
-from fedmq.runs.result_limits import (
+from fedmq.runs.results import (
     Gallery,
     chosen_by_validation,
     gallery_of,

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from fedmq.config.faults import AnyFault, StepFault
 from fedmq.config.sections import Aggregation, Compression, Count, Fraction, NonNegative, Number, Part, Positive
 
-#: Smallest and largest noise multiplier above 0 of a run with secure sums.
+#: Smallest and largest noise multiplier above 0 in a run with secure sums.
 NOISE_OF_SUMS = (0.01, 256.0)
 
 
@@ -54,15 +54,21 @@ class Noise(Part):
 
 
 class AdaptiveClip(Part):
-    """Adaptive clipping of updates: the clip norm follows a quantile of their norms (Andrew et al., NeurIPS 2021)."""
+    """Adaptive clipping: the clipping norm follows a quantile of the updates' norms (Andrew et al., NeurIPS 2021)."""
 
-    quantile: Fraction = Field(0.5, description="fraction of a round's updates that are to be no longer than the norm")
+    quantile: Fraction = Field(
+        0.5,
+        description="target quantile: fraction of a round's updates that are to be no longer than the clipping norm",
+    )
     rate: Positive = Field(
-        0.2, description="after a round, the norm is multiplied by exp(-rate * (fraction - quantile)) of that round"
+        0.2,
+        description="learning rate of the clipping norm: after a round it is multiplied by exp(-rate * (b - "
+        "quantile)), where b is the fraction of the round's updates that were no longer than it",
     )
     noise_multiplier: NonNegative = Field(
         0.0,
-        description="noise on the weighted sum of the silos' bits, plus or minus 1/2, as of privacy.noise_multiplier",
+        description="Gaussian noise of standard deviation noise_multiplier / 2 on the sum from which b follows, to "
+        "which each silo adds plus or minus 1/2",
     )
 
 
@@ -78,7 +84,9 @@ class Privacy(Part):
 
     clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
     noise_multiplier: NonNegative = Field(
-        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
+        0.0,
+        description="Gaussian noise of standard deviation noise_multiplier * clip_norm on each update, with "
+        "secure_aggregation on their sum; needs clip_norm",
     )
     noise_from: Literal["seed", "key"] = Field(
         "seed",
@@ -98,8 +106,8 @@ class Privacy(Part):
     )
     adaptive_clip: AdaptiveClip | None = Field(
         None,
-        description="privacy.clip_norm is the norm of the first round only, and later ones follow the updates' norms; "
-        "needs privacy.secure_aggregation, which adds the silos' bits",
+        description="clip_norm is the clipping norm of the first round only, and follows a quantile of the updates' "
+        "norms afterwards; needs secure_aggregation, as the quantile is estimated from a sum",
     )
     budget: Budget | None = Field(
         None, description="most privacy that each silo spends; needs noise on all that the method has silos send"
@@ -181,7 +189,7 @@ class Privacy(Part):
         least, most = NOISE_OF_SUMS
         for key, multiplier in self.multipliers.items():
             if multiplier and not least <= multiplier <= most:
-                why = "other noise has too few or too many steps of the fixed point"
+                why = "other noise is too few or too many steps of the fixed point"
                 allowed_here = f"0, or {least:g} to {most:g}"
                 raise ValueError(
                     f"privacy.secure_aggregation needs privacy.{key} {allowed_here}, not {multiplier:g}: {why}"

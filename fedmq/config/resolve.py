@@ -108,7 +108,7 @@ class Source:
 
     @contextmanager
     def naming_the_file(self) -> Iterator[None]:
-        """A block whose InputErrors about keys of the scenario also name the file and the line, or the setting."""
+        """Within the block, an InputError about a key of the scenario also names its file and line, or the setting."""
         try:
             yield
         except UserFileError:
@@ -391,7 +391,7 @@ def _check_compression(scenario: Scenario) -> None:
 
 
 def _captured_inline(scenario: Scenario) -> list[str]:
-    """A warning if nothing can attack the payloads that a run keeps."""
+    """A warning if a run captures payloads that ``fedmq audit`` cannot attack."""
     if not scenario.privacy.capture or scenario.launcher != "inline":
         return []
     return [

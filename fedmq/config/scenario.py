@@ -112,12 +112,12 @@ class Backbone(Part):
     end_to_end: bool = Field(
         False, description="also train the image network of a .mat file, starting from its weights; updates include it"
     )
-    bottleneck: Count = Field(64, description="width of the adapters; lora: rank")
+    bottleneck: Count = Field(64, description="bottleneck width of the adapters; lora: rank")
     adapter: Literal["bottleneck", "mma", "lora"] = Field(
         "bottleneck",
-        description="after each block or the features; mma: with a middle layer of both towers; lora: low rank",
+        description="kind; after each block or the features; mma: with a middle layer of both towers; lora: low-rank",
     )
-    adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output")
+    adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output; lora: alpha / rank")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
     dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(

@@ -404,8 +404,7 @@ class Evaluation(Part):
         "public ones (for Wikipedia also except validation items)",
     )
     silo_gallery: Literal["whole", "own"] = Field(
-        "whole",
-        description="gallery for a silo's held-out items: the whole one, or its own part, which is easier",
+        "whole", description="gallery for a silo's held-out items: the whole one, or its own part, which is easier"
     )
     fold_size: Count | None = Field(
         None, description="also report recall as the mean over consecutive folds of this number of items of the split"

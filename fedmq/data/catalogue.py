@@ -165,10 +165,7 @@ SETS: Mapping[str, DataSet] = {
         labels=80,
     ),
     "iapr": DataSet(
-        "IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000",
-        "folders.read_iapr",
-        Draw(2000, 2000),
-        items=20_000,
+        "IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000", "folders.read_iapr", Draw(2000, 2000), items=20_000
     ),
     "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "captioned.read_msrvtt", items=10_000),
     "mirflickr": DataSet(
@@ -202,11 +199,7 @@ SETS: Mapping[str, DataSet] = {
         labels=10,
     ),
     "pascal": DataSet(
-        "Pascal Sentence, 20 classes: 800 / 100 / 100",
-        "folders.read_pascal",
-        Draw(100, 100),
-        items=1000,
-        labels=20,
+        "Pascal Sentence, 20 classes: 800 / 100 / 100", "folders.read_pascal", Draw(100, 100), items=1000, labels=20
     ),
     "folder": DataSet(
         "images with .txt files next to them, or with Hugging Face's metadata.csv", "manifest.read_folder"
@@ -220,7 +213,7 @@ SETS: Mapping[str, DataSet] = {
 
 #: Not a :class:`RawSet`: precomputed features need no encoder, see ``fedmq.data.readers.features``.
 OTHERS: Mapping[str, str] = {
-    "features": "precomputed features: data.path names an .npz or .safetensors file of image and text features",
+    "features": "precomputed features: data.path names an .npz or .safetensors file of image and text features"
 }
 
 

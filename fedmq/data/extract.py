@@ -260,12 +260,7 @@ class ExtractionPlan:
 
 
 def plan(
-    data: Data,
-    backbone: Backbone,
-    cache: Path,
-    seed: int,
-    device: str = "cpu",
-    progress: Progress | None = None,
+    data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu", progress: Progress | None = None
 ) -> ExtractionPlan:
     """Read a set's annotations and the bytes of its images, and derive its extraction plan; computes no features.
 

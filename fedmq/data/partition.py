@@ -59,9 +59,7 @@ def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
 
 
 def label_groups(
-    labels: npt.NDArray[Any],
-    train_labels: npt.NDArray[Any] | None = None,
-    by: Literal["rarest", "first"] = "rarest",
+    labels: npt.NDArray[Any], train_labels: npt.NDArray[Any] | None = None, by: Literal["rarest", "first"] = "rarest"
 ) -> I64:
     """Groups int64 [n] from class numbers [n] (unchanged) or from multi-hot labels [n, C] (one label per row).
 

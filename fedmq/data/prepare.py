@@ -56,12 +56,7 @@ def _prepare_features(path: Path, cache: Path, seed: int, column: str | None) ->
 
 
 def _stored(
-    found: FeatureSet,
-    cache: Path,
-    digest: str,
-    source: Mapping[str, object],
-    origin: str,
-    ignored: Sequence[str] = (),
+    found: FeatureSet, cache: Path, digest: str, source: Mapping[str, object], origin: str, ignored: Sequence[str] = ()
 ) -> Prepared:
     """Prepare features under a digest of what they were read from."""
 

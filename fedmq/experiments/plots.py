@@ -127,8 +127,8 @@ def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
 
 
 def _against_epsilon(rows: Sequence[Row], column: str) -> Figure:
-    """A column against epsilon, a line for each method through its rows with noise, from strong to weak noise."""
-    note = "To the left, stronger noise. Rows without noise have no epsilon and are not shown."
+    """A column against epsilon: one line for each method, through its rows with noise."""
+    note = "Noise is stronger to the left. Rows without noise have no epsilon and are not shown."
     figure, lines = Figure(f"{column} against epsilon", "epsilon", column, note=note), dict[str, list[Row]]()
     figure.x["type"] = "log"
     for row in sorted(rows, key=lambda row: row.columns[EPSILON].mean):

@@ -267,10 +267,7 @@ class _Choice:
 
 
 def _choose_all(
-    plan: ComparisonPlan,
-    place: Workplace,
-    report: Callable[[jobs.JobProgress], None],
-    stop_wanted: Callable[[], bool],
+    plan: ComparisonPlan, place: Workplace, report: Callable[[jobs.JobProgress], None], stop_wanted: Callable[[], bool]
 ) -> _Choice:
     """Select a candidate for each row; extend the grids, as often as allowed, while a chosen value is at an edge."""
     trials, errors, left = dict[tuple[str, Settings], Run](), dict[str, str](), plan.extensions
@@ -335,10 +332,7 @@ def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Setting
 
 
 def execute(
-    runs: Iterable[Run],
-    place: Workplace,
-    report: Callable[[jobs.JobProgress], None],
-    stop_wanted: Callable[[], bool],
+    runs: Iterable[Run], place: Workplace, report: Callable[[jobs.JobProgress], None], stop_wanted: Callable[[], bool]
 ) -> jobs.Ended:
     """Execute the runs that are neither finished nor have diverged, which they would again; equal ones once."""
     left: dict[str, Run] = {}

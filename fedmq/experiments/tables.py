@@ -13,8 +13,7 @@ from rich.text import Text
 
 from fedmq.experiments.grid import ComparisonPlan, at_edge, shown
 from fedmq.experiments.summary import ENOUGH_SEEDS, LEVEL, YARDSTICKS, Row, Statistic, yardstick_row
-from fedmq.runs.result_limits import about_silos
-from fedmq.runs.results import made_otherwise
+from fedmq.runs.results import about_silos, made_otherwise
 from fedmq.runs.run_records import RunSummary
 from fedmq.text import counted, enumerated, printable
 

@@ -24,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 #: Payload types that are updates: ``privacy.clip_norm`` and compression apply to them.
 UPDATES = (Delta, PartialDelta, DiscriminatorDelta)
-#: What silos tell of an update for adaptive clipping: 1/2 if it is no longer than the clip norm, otherwise -1/2.
+#: What a silo reports for adaptive clipping: 1/2 if its update is no longer than the clipping norm, otherwise -1/2.
 CLIP_BIT = "clip_bit"
 
 
@@ -58,7 +58,13 @@ def transform(values: F32, noise: Noise, source: int | bytes, path: tuple[str | 
 
 
 def normal(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[np.uint32]) -> F64:
-    """Standard normal numbers [n] for a silo's share of the noise of a sum of these values; see :func:`transform`."""
+    """Standard normal numbers, float64 [n], for a silo's share of the noise of a secure sum.
+
+    Args:
+        source: source of the noise, see :func:`transform`.
+        path: silo, version and section.
+        values: what the silo adds to the section, without noise, uint32 [n].
+    """
     if isinstance(source, int):
         return seeds.numpy_generator(source, "privacy", *path).standard_normal(values.size)
     return _secret_noise(source, path, values)
@@ -83,13 +89,13 @@ def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: npt.NDArra
 
 
 def at_norm(privacy: Privacy, task: Iterable[Payload]) -> Privacy:
-    """The scenario's options with the present clip norm, which the payloads of a task have if clipping is adaptive."""
+    """The scenario's options with the present clipping norm, which a task carries if clipping is adaptive."""
     norm = next((payload.value for payload in task if isinstance(payload, ClipNorm)), None)
     return privacy if norm is None or privacy.adaptive_clip is None else privacy.model_copy(update={"clip_norm": norm})
 
 
 def next_norm(norm: float, unclipped: float, options: AdaptiveClip) -> float:
-    """The clip norm after a round (Andrew et al. 2021, algorithm 1): C exp(-eta (b - gamma)), from 1e-6 to 1e6.
+    """The clipping norm after a round (Andrew et al. 2021, algorithm 1): C exp(-eta (b - gamma)), from 1e-6 to 1e6.
 
     Args:
         norm: C.
@@ -192,8 +198,9 @@ def epsilon_of(spent: float, delta: float, *, sums: bool = False) -> float:
     Args:
         spent: sum of 1 / z_i^2, :func:`spent`.
         delta: in (0, 1).
-        sums: some of them are secure sums, whose discrete noise gives as much concentrated privacy, spent / 2 of all
-            together, but not exactly the Gaussian's epsilon; the one that follows from it is an upper bound.
+        sums: some of them are secure sums. Their discrete noise satisfies zero-concentrated differential privacy with
+            the Gaussian's rho, spent / 2 of all together (Bun and Steinke 2016); the epsilon that follows from rho is
+            an upper bound of the Gaussian's.
     """
     import dp_accounting  # noqa: PLC0415 - takes a second; most runs do without
 

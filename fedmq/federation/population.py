@@ -169,6 +169,13 @@ class Population:
         dataset = load_silo_dataset(self.prepared, rows, image=image, text=text)
         return dataset if self.agreed is None else as_agreed(dataset, self.prepared, self.agreed)
 
+    def trained_items(self, scenario: Scenario, rows: I64, *, image: bool, text: bool) -> SiloDataset:
+        """As :meth:`load`, with the labels that the scenario's objective trains on."""
+        dataset, columns = self.load(rows, image=image, text=text), self.run_data.label_columns(scenario)
+        if dataset.labels is None or len(columns) == dataset.labels.shape[1]:
+            return dataset
+        return replace(dataset, labels=dataset.labels[:, columns].contiguous())
+
     def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None if there are none."""
         rows = self.prepared.pairs("public")
@@ -300,15 +307,7 @@ def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: Ru
         return tuple(rows if silo.name == name else nothing for silo in agreed.silos)
 
     return Population(
-        prepared,
-        agreed.silos,
-        of(train),
-        of(evaluated),
-        evaluated,
-        database,
-        of(database),
-        agreed.cache,
-        agreed=agreed,
+        prepared, agreed.silos, of(train), of(evaluated), evaluated, database, of(database), agreed.cache, agreed=agreed
     )
 
 

@@ -19,9 +19,11 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.payloads import F32, F64, I64, IMAGE, TEXT, Delta, ModalityPrototypes, PartialDelta, Payload, tensors
 from fedmq.wire.secure_sum import STEPS
 
-#: Standard deviations of the noise that a sum has room for; of 10^7 numbers, one in 10^15 sums has more.
+#: Standard deviations of noise that the bound of a sum has room for; fewer than one in 10^15 sums of 10^7 numbers needs
+#: more.
 _ROOM = 10.0
-#: Smallest standard deviation of a share of the noise, in steps: rounded, it is as good as discrete Gaussian noise.
+#: Smallest standard deviation of a share of the noise [steps]: a rounded Gaussian is then close to a discrete one, see
+#: docs/explanation/secure_sums.md.
 _LEAST_STEPS = 64
 
 
@@ -98,7 +100,7 @@ def with_bit(layout: SumLayout, privacy: Privacy) -> SumLayout:
 def rows_of(payload: Payload) -> tuple[F32, I64]:
     """The rows [C, r] of a payload that a secure sum adds, and the number of samples behind each [C], 0 of none.
 
-    Of a modality's prototype that number is 1: it counts alike, whatever its silo's samples.
+    The prototype of a modality has 1 there, however many samples its silo has.
     """
     if isinstance(payload, ModalityPrototypes):
         held = np.array([payload.mask & bit > 0 for bit in (IMAGE, TEXT)], np.int64)
@@ -113,21 +115,22 @@ class Scales:
 
     bounds: tuple[float, ...]  # bound of a sum's magnitude
     shares: tuple[float, ...]  # standard deviation of the noise that each silo adds to its weighted numbers; 0 for none
-    factors: tuple[float, ...]  # at most 1, of the numbers, so that no rounding makes a payload longer than its clip
+    factors: tuple[float, ...]  # of the numbers, at most 1: rounding makes no payload longer than its clipping norm
 
 
 def scales(layout: SumLayout, privacy: Privacy, weights: F64, least: int) -> Scales:
     """The bounds and the noise of a secure sum.
 
-    A sum of weighted payloads of norm at most C gets noise of standard deviation z C max_k(w_k): no silo's payload
-    changes it by more than C max_k(w_k). Each silo adds an independent share, rounded to the steps of the sum, whose
-    variance is 1/m of that, where at least m silos of the section are left in any sum that is opened. For Gaussian
-    shares that is the distributed discrete Gaussian mechanism (Kairouz, Liu and Steinke, ICML 2021, Theorem 1): as
-    much concentrated privacy as Gaussian noise gives, because at that many steps their tau is 0 in double precision.
+    A sum of weighted payloads of norm at most C gets noise of standard deviation z C max_k(w_k), as its sensitivity to
+    one silo's payload is C max_k(w_k). Each silo adds an independent share with 1/m of the variance, rounded to the
+    steps of the sum, where any sum that is opened has at least m silos of the section. This is the distributed discrete
+    Gaussian mechanism (Kairouz, Liu and Steinke, ICML 2021, Theorem 1), with rounded Gaussians for discrete ones. It
+    satisfies zero-concentrated differential privacy with the Gaussian's rho, because with shares of at least
+    ``_LEAST_STEPS`` steps the theorem's tau is 0 in double precision.
 
     Args:
         layout: what the sum adds.
-        privacy: the scenario's options, with the present clip norm of updates.
+        privacy: the scenario's options, with the present clipping norm of updates.
         weights: float64 [C, N], of N silos in C sections.
         least: number of silos that a sum needs.
     """

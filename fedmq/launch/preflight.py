@@ -48,7 +48,7 @@ from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Kind
 from fedmq.wire.payloads import Payload, tensor_bytes
 from fedmq.wire.transports.tcp import unknown_host
-from protocols.parts.missing_branch import shortened, updating
+from protocols.parts.aggregation import shortened, updating
 from silos.tasks import Silo, SiloArguments
 
 #: Disk space that a silo's states need, in model sizes: two states of up to two models each, and a snapshot of four.
@@ -389,7 +389,7 @@ CHECKS: tuple[Check[Starting], ...] = (
     Check("policy", _POLICY, _readable_policy),
     Check("device", "another device, or a machine that has it", _device, programs=_WITH_A_DEVICE),
     Check("launcher", "launcher: local, or without this setting", _cluster, programs=Program.CHECK),
-    Check("data of the run", "fedmq data check FILE lists all problems", _run_data, programs=Program.CHECK),
+    Check("data of the run", "correct the key, or the data (fedmq data check FILE)", _run_data, programs=Program.CHECK),
     Check("data", "fedmq data check FILE lists all problems", _data, ("data on disk", "name", "device")),
     Check("fit with other sites", _SITES_FIX, _fit),
     Check("data as stated before", _STATED_FIX, _as_stated, _DATA),

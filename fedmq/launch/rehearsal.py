@@ -28,7 +28,7 @@ from fedmq.config.scenario import ProtocolChoice, Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.federation.population import I64, Parts, Population
 from fedmq.launch.supervisor import inline_peers
-from fedmq.runs.result_limits import ONE_STEP_TASKS
+from fedmq.runs.results import ONE_STEP_TASKS
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder, bytes_of, load_aligned
 from fedmq.text import counted

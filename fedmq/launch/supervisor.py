@@ -195,10 +195,7 @@ def simulate_inline(
     )
     with _signals(folder) as stop_wanted, party(COORDINATOR):
         outcome = run_coordinator(
-            arguments,
-            status=status,
-            stop_wanted=stop_wanted,
-            peers=partial(inline_peers, run, folder, data),
+            arguments, status=status, stop_wanted=stop_wanted, peers=partial(inline_peers, run, folder, data)
         )
     memory = psutil.Process().memory_full_info().pss / 2**20
     return Simulated(outcome, time.monotonic() - began, None, memory)

@@ -324,12 +324,7 @@ def build(
 
 
 def _common_space(
-    objective: Objective,
-    plan: CommonSpacePlan,
-    widths: tuple[int, int],
-    classes: int,
-    seed: int,
-    device: torch.device,
+    objective: Objective, plan: CommonSpacePlan, widths: tuple[int, int], classes: int, seed: int, device: torch.device
 ) -> TwoTower:
     hidden, dim = objective.hidden or plan.hidden, objective.bits or plan.bits
     towers = [FirstLayer(width, hidden, dim, plan.enhance) for width in widths]

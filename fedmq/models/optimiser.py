@@ -30,11 +30,7 @@ class FusedOptimiser:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        training: Training,
-        learning_rate: float,
-        corrections: Sequence[Tensor] = (),
+        self, parameters: Sequence[Tensor], training: Training, learning_rate: float, corrections: Sequence[Tensor] = ()
     ) -> None:
         self._parameters, self._corrections, self.taken = list(parameters), corrections, 0
         self._training, self._rate = training, learning_rate

@@ -137,8 +137,8 @@ class LowRank(nn.Module):
     """Low-rank change s B A of a frozen square weight, A = ``down`` and B = ``up`` (LoRA, Hu et al. 2021, section 4.1).
 
     Args:
-        width: size of the weight.
-        rank: rank of the change.
+        width: number d of rows and of columns of the weight.
+        rank: LoRA rank r; A is [r, d] and B is [d, r].
         scale: s, the paper's alpha / rank.
     """
 
@@ -159,12 +159,12 @@ class LowRank(nn.Module):
 
 
 class LowRankAttention(nn.Module):
-    """Low-rank changes of the query and value weights of an attention layer, as in LoRA's experiments.
+    """Low-rank changes of the query and value weights of an attention layer, as in LoRA's experiments (section 5.1).
 
     Args:
         width: width of the layer.
-        rank: rank of each change.
-        scale: scale of each change.
+        rank: LoRA rank of each change.
+        scale: alpha / rank.
     """
 
     def __init__(self, width: int, rank: int, scale: float) -> None:
@@ -430,7 +430,8 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
     pFedMMA's code: the product of three layers that all start near zero has next to no gradient. Each parameter has its
     own generator, so its value does not depend on the other parameters. Heads on features that are not aligned are
     initialised in the same way: as embeddings are normalised, a small standard deviation does no harm. Low-rank
-    adapters start from B = 0, and from A of the variance 1 / (3 d) for a width of d, as in LoRA's code.
+    adapters start from B = 0 and A ~ N(0, 1 / (3 d)) for a width of d; LoRA's code draws A uniformly, with the same
+    variance.
     """
     parts = []
     for entry in layout.entries:

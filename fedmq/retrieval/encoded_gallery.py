@@ -1,4 +1,4 @@
-"""Encoded galleries as files: opened and read without torch, so that an item of a gallery is searched at once.
+"""What a search needs without torch, whose import takes longer than the search: encoded galleries, encoded queries.
 
 A gallery is a folder that :mod:`fedmq.retrieval.gallery` creates atomically:
 
@@ -6,33 +6,42 @@ A gallery is a folder that :mod:`fedmq.retrieval.gallery` creates atomically:
     owner.npy             the item of each caption, int64 [m]
     items.jsonl           a line for each item: its key, and the captions as text if the data set has any
     gallery.json          its model and its source
+
+Queries are encoded with onnxruntime. The first search with a model whose backbone is ``lite`` writes two ONNX files to
+the cache: the frozen encoder, which all models share, and the model's tower. They compute the same as the model, up to
+rounding. Their digests are kept beside them, so that a search notices a file that was not written to its end.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.config.sections import Modality
 from fedmq.data.prepared_arrays import Prepared, PreparedMeta, mapped
+from fedmq.encoders.base import Array, stated_digest
 from fedmq.encoders.image_sets import files_below
-from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION
+from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, Pixels
 from fedmq.errors import InputError
+from fedmq.evaluation import hamming
+from fedmq.packages import package
 from fedmq.runs.release import ReleaseConfig, is_model, model_config, released_config
 from fedmq.storage.cache import cache_folder, file_digest, key_of
 from fedmq.storage.json_files import Stored, checked_json, read_json
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder, open_run
 
-Array = npt.NDArray[Any]
 Among = Literal["images", "captions"]
 
 FORMAT: Final = 1
@@ -229,3 +238,76 @@ def existing_gallery(root: Path, images: Path | None = None) -> tuple[Gallery, R
         what = (images.resolve().name, folder_contents(images, used)[2])
     folders = [folder for place in places if (folder := place / folder_name(what[0], None, what[1])).is_dir()]
     return None if config.personal_only or not folders else (open_gallery(folders[0], used), config)
+
+
+#: Files in a folder of the cache: the ONNX file, and the SHA-256 (hex) of its bytes.
+ONNX_FILE, _ONNX_DIGEST = "model.onnx", "model.sha256"
+_OF_CACHE = "a file of the cache; delete the folder to write it again"
+
+
+class QueryFolders(NamedTuple):
+    """Folders of the two ONNX files for queries of a modality."""
+
+    encoder: Path  # of the frozen encoder, whose inputs are those of :func:`lite_inputs.one_input`
+    tower: Path  # of the model's tower, as ``fedmq export --onnx`` writes it
+
+    @property
+    def exist(self) -> bool:
+        """Whether both were written."""
+        return self.encoder.is_dir() and self.tower.is_dir()
+
+
+def query_folders(config: ReleaseConfig, modality: Modality) -> QueryFolders | None:
+    """The folders of a released model; None if its encoder is not this machine's ``lite``, or a package is missing."""
+    if config.backbone.get("name") != "lite" or find_spec("onnxruntime") is None:
+        return None
+    from fedmq.encoders import lite_inputs  # noqa: PLC0415 - not needed by other backbones
+
+    digest = lite_inputs.encoder_digest(modality)
+    if config.frozen.get(modality) not in (digest, stated_digest(digest)):
+        return None
+    root = cache_folder() / "query_towers"
+    return QueryFolders(root / key_of("encoder", digest), root / key_of("tower", modality, config.plain()))
+
+
+def query_vector(folders: QueryFolders, item: str | Pixels, *, binary: bool) -> Array:
+    """The vector of a text or an image for an index: float32 [1, d] of unit length, or a packed code uint8 [1, bytes].
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    from fedmq.encoders import lite_inputs  # noqa: PLC0415 - imports the tokeniser's package
+
+    embedded = _computed(folders.encoder, lite_inputs.one_input(item))
+    output = _computed(folders.tower, {"x": embedded})
+    return hamming.pack(output) if binary else output
+
+
+def seal(folder: Path) -> None:
+    """Write the digest of a folder's ONNX file beside it."""
+    with (folder / ONNX_FILE).open("rb") as file:
+        # `file_digest` remembers a file's digest, which must not outlive its content if the machine fails.
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    (folder / _ONNX_DIGEST).write_text(digest, encoding="ascii")
+
+
+def _computed(folder: Path, inputs: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+    path = folder / ONNX_FILE
+    # The digest is remembered: an unchanged file is read once.
+    if read_regular(folder / _ONNX_DIGEST, _OF_CACHE, 64) != file_digest(path).encode():
+        raise InputError(str(path), f"other content than {_ONNX_DIGEST} says", _OF_CACHE)
+    try:
+        (output,) = session(path).run(None, inputs)
+    except Exception as error:  # onnxruntime raises many types
+        raise InputError(str(path), str(error).partition("\n")[0][:200], _OF_CACHE) from None
+    return np.asarray(output, np.float32)
+
+
+def session(path: Path) -> Any:
+    """Open an ONNX file in onnxruntime, on one thread of the CPU."""
+    runtime = package("onnxruntime", "onnx", "a search")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

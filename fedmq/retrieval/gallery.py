@@ -25,7 +25,7 @@ from fedmq.config.yaml_files import read_yaml
 from fedmq.data import catalogue
 from fedmq.data.prepare import prepare
 from fedmq.data.prepared_arrays import Prepared
-from fedmq.encoders.base import MODALITIES
+from fedmq.encoders.base import MODALITIES, Array
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
@@ -33,7 +33,6 @@ from fedmq.federation.agreement import difference, format_of, spread, unknown_na
 from fedmq.retrieval.encoded_gallery import (
     ELSEWHERE,
     FORMAT,
-    Array,
     Gallery,
     GalleryMeta,
     folder_contents,
@@ -123,11 +122,7 @@ class Source:
 
 
 def of_data(
-    data: Data,
-    backbone: Backbone,
-    prepared: Prepared,
-    name: str,
-    captions: Callable[[Array], Array] = np.asarray,
+    data: Data, backbone: Backbone, prepared: Prepared, name: str, captions: Callable[[Array], Array] = np.asarray
 ) -> Source:
     """The source of a data set, with all its splits; ``captions`` maps rows [n, ...] to inputs of the text tower."""
     counts = np.asarray(prepared.captions)

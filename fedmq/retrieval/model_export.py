@@ -23,7 +23,7 @@ from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError, RunError
 from fedmq.models.two_tower import TwoTower
 from fedmq.packages import package
-from fedmq.retrieval.query_tower import FILE, QueryFolders, query_folders, seal, session
+from fedmq.retrieval.encoded_gallery import ONNX_FILE, QueryFolders, query_folders, seal, session
 from fedmq.retrieval.released_model import ModelFolder, described
 from fedmq.runs.release import BESIDE
 from fedmq.storage.cache import build_once
@@ -141,14 +141,14 @@ def export_query(files: ModelFolder, modality: Modality) -> QueryFolders | None:
         item = np.zeros((lite_inputs.EDGE, lite_inputs.EDGE, 3), np.uint8) if modality == "image" else "a text"
         inputs = {name: torch.from_numpy(array) for name, array in lite_inputs.one_input(item).items()}
         axes = {name: {1: "tokens"} for name in inputs if name != "x"}
-        _write_onnx(encoder, inputs, "embedding", axes, made / FILE)
+        _write_onnx(encoder, inputs, "embedding", axes, made / ONNX_FILE)
         seal(made)
 
     def fill_tower(made: Path) -> None:
         inputs, label_names = described(files)
         tower = _Tower(replace(files, device="cpu").build(inputs, label_names, (modality,)), modality).eval()
-        _write_tower(tower, inputs, made / FILE)
-        _difference(tower, made / FILE, inputs)
+        _write_tower(tower, inputs, made / ONNX_FILE)
+        _difference(tower, made / ONNX_FILE, inputs)
         seal(made)
 
     try:

@@ -20,15 +20,7 @@ from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.build import build
 from fedmq.models.two_tower import TwoTower
-from fedmq.runs.release import (
-    BESIDE,
-    OtherModelError,
-    ReleaseConfig,
-    beside,
-    model_config,
-    parameters,
-    released_config,
-)
+from fedmq.runs.release import BESIDE, OtherModelError, ReleaseConfig, beside, model_config, parameters, released_config
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import RunFolder, open_run
 from fedmq.wire.codec import digest

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fedmq.config.sections import Modality
+from fedmq.encoders.base import Array
 from fedmq.encoders.images import Pixels, decode
 from fedmq.errors import InputError
-from fedmq.retrieval.encoded_gallery import AGAIN, Among, Array, Gallery, existing_gallery
-from fedmq.retrieval.query_tower import query_folders, query_vector
+from fedmq.retrieval.encoded_gallery import AGAIN, Among, Gallery, existing_gallery, query_folders, query_vector
 from fedmq.text import Progress, printable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The payloads that a coordinator keeps with ``privacy.capture``: for each merge, what silos sent and the model before.
+"""The payloads that a coordinator keeps with ``privacy.capture``: for each merge, what silos sent and its state before.
 
 They show what a coordinator could read: a silo's payloads after clipping and noise, and in a run with secure
 aggregation no update. A branch that a silo lacks is filled with zeros.
@@ -21,8 +21,11 @@ from fedmq.wire.fields import Names, Real, Tensor, Whole
 from fedmq.wire.payloads import Payload
 
 _THETA = "model"
+#: Before the name of another tensor of the method's state.
+_STATE = "state:"
+Array = npt.NDArray[np.generic]
 #: A captured payload: its arrays, and numbers as arrays without dimensions, by field.
-Fields = Mapping[str, npt.NDArray[np.generic]]
+Fields = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Captured:
     """What the silos sent for one merge."""
 
     version: int  # version of the model before the merge
-    theta: torch.Tensor  # its parameters, float32 [P]
+    state: State  # the method's state before the merge, with the model's parameters
     silos: Mapping[str, Mapping[str, Fields]]  # payloads by silo and kind
     base_versions: Mapping[str, int]  # version that each silo started from
     layers: Mapping[str, Sequence[str]]  # names of the layers in a silo's partial update, in the order of its buffer
@@ -43,7 +46,7 @@ def capture(folder: RunFolder, state: State, replies: Sequence[Update], version:
         InputError: the file cannot be written there.
         DiskError: the disk is full or broken.
     """
-    tensors: dict[str, torch.Tensor] = {_THETA: state.theta}
+    tensors = {_THETA: state.theta, **{f"{_STATE}{name}": tensor for name, tensor in state.tensors.items()}}
     layers: dict[str, Sequence[str]] = {}
     for reply in replies:
         for payload in reply.payloads:
@@ -51,7 +54,8 @@ def capture(folder: RunFolder, state: State, replies: Sequence[Update], version:
             for name, spec in payload.FIELDS.items():
                 if isinstance(spec, Names):
                     layers[reply.silo.name] = getattr(payload, name)
-    facts = {"base_versions": {reply.silo.name: reply.base_version for reply in replies}, "layers": layers}
+    base_versions = {reply.silo.name: reply.base_version for reply in replies}
+    facts = {"base_versions": base_versions, "layers": layers, "values": state.values}
     make_folder(folder.captured)
     path = folder.captured / f"version-{version:06d}.safetensors"
     write_atomically(path, lambda place: write_tensors(place, tensors, {"facts": json.dumps(facts)}))
@@ -79,11 +83,13 @@ def read_captured(folder: RunFolder) -> Iterator[Captured]:
             tensors = load_aligned(path)
             with safe_open(path, "pt") as file:
                 facts = json.loads(file.metadata()["facts"])
-            theta, silos = tensors.pop(_THETA), dict[str, dict[str, dict[str, npt.NDArray[np.generic]]]]()
+            kept = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
+            own = {name.removeprefix(_STATE): tensor for name, tensor in kept.items()}
+            state, silos = State(tensors.pop(_THETA), own, facts["values"]), dict[str, dict[str, dict[str, Array]]]()
             for key, tensor in tensors.items():
                 silo, kind, name = key.split("/")
                 silos.setdefault(silo, {}).setdefault(kind, {})[name] = tensor.numpy()
             version = int(path.stem.removeprefix("version-"))
-            yield Captured(version, theta, silos, dict(facts["base_versions"]), dict(facts["layers"]))
+            yield Captured(version, state, silos, dict(facts["base_versions"]), dict(facts["layers"]))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise InputError(str(path), f"{type(error).__name__}: {error}", "a file as the run wrote it") from None

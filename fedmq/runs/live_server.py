@@ -28,8 +28,15 @@ from fedmq.packages import package
 from fedmq.runs.report import figures, run_report
 from fedmq.runs.report.html import Figure, render
 from fedmq.runs.report.logs import LogFacts, add_records, time_axis, timeline
-from fedmq.runs.result_limits import Gallery, gallery_of, gallery_of_status, meaningful
-from fedmq.runs.results import new_metrics, read_summary, with_own_figures
+from fedmq.runs.results import (
+    Gallery,
+    gallery_of,
+    gallery_of_status,
+    meaningful,
+    new_metrics,
+    read_summary,
+    with_own_figures,
+)
 from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, PersonalLine
 from fedmq.runs.status import read_status
 from fedmq.storage.regular_files import AppendedLines, read_regular

@@ -25,8 +25,7 @@ from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import shown
 from fedmq.models.objective_registry import network_of
-from fedmq.runs.result_limits import gallery_of, meaningful
-from fedmq.runs.results import read_summary, with_own_figures
+from fedmq.runs.results import gallery_of, meaningful, read_summary, with_own_figures
 from fedmq.runs.run_records import RunSummary
 from fedmq.storage.json_files import Count, Digest, Finite, Stored, read_json
 from fedmq.storage.regular_files import check_regular, open_regular
@@ -364,7 +363,7 @@ Each tower maps the frozen encoder's vector `x` (float32) of an image or a capti
     embedding = normalize({sum})
 
 The tensors are `visual.adapters.*` and `visual.head.*` for images, `text.adapters.*` and `text.head.*` for captions;
-each layer is `weight @ x + bias`, of low-rank adapters `weight @ x`. With `adapter_site: blocks` {blocks} instead.
+each layer is `weight @ x + bias`, and of a low-rank adapter `weight @ x`. With `adapter_site: blocks` {blocks} instead.
 Embeddings have {dim} numbers and unit length; cosine similarity ranks them."""
 _NETWORK = """\
 The network of the base loss `{base}` maps the frozen encoders' vectors to {dim} numbers, of which {ranked}. Its layers

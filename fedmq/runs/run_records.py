@@ -12,15 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    RootModel,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, RootModel, TypeAdapter, ValidationError, model_validator
 
 from fedmq.config.plug_ins import titled
 from fedmq.evaluation.metrics import Metric, is_known, metric_of
@@ -215,7 +207,7 @@ class BestVersion(Stored):
 
 
 class PrivacySpent(Stored):
-    """What the noise of a run guarantees each silo, by the number of its tasks; the audit counts what it sent."""
+    """The (epsilon, delta) that a run's noise guarantees each silo, from its number of tasks; audits count replies."""
 
     epsilon: Amount  # of all payloads with noise of the silo with most tasks; says nothing about other payloads
     delta: Amount  # that of privacy.budget, otherwise 1e-5

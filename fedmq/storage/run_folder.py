@@ -284,7 +284,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor as bytes [n], without a copy if it is contiguous and on the CPU."""
     import torch  # noqa: PLC0415 - as above
 
-    values: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() < 2:  # torch calls it contiguous whatever its stride, and then views it as no other type
+        flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
+    values: memoryview = flat.view(torch.uint8).numpy().data
     return values
 
 

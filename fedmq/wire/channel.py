@@ -330,11 +330,7 @@ class Channel:
         if refusal is None:
             return message
         self._log.note(
-            LogEvent.WITHHELD,
-            kind=header.kind,
-            sequence=header.sequence,
-            rule=refusal.rule,
-            withheld=refusal.withheld,
+            LogEvent.WITHHELD, kind=header.kind, sequence=header.sequence, rule=refusal.rule, withheld=refusal.withheld
         )
         if header.kind is Kind.HEARTBEAT:
             return None

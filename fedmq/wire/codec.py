@@ -26,16 +26,7 @@ from fedmq.profiling import span
 from fedmq.wire.compression import FORMS, Compressed, decoded
 from fedmq.wire.fields import Field, FieldError, FloatMap, Names, Real, Tensor, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import (
-    MAX_PAYLOADS,
-    WIRE_VERSION,
-    Header,
-    Kind,
-    Message,
-    Reason,
-    ShortHeader,
-    TaskInfo,
-)
+from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSION, Header, Kind, Message, Reason, ShortHeader, TaskInfo
 from fedmq.wire.payloads import PAYLOADS, Payload, decoded_bytes, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
@@ -420,8 +411,8 @@ def _numbers_on(
 _DIGESTS: WeakKeyDictionary[Payload, str | Future[str]] = WeakKeyDictionary()
 #: Size of a payload's tensors from which another thread hashes it, while this one seals or checks it [bytes].
 _HASHED_BY_A_THREAD = 1 << 20
-#: It starts with the first large payload, so a process may fork before that. A second one would use a quarter more
-#: processor time, which the silos of a machine lack.
+#: It starts with the first large payload, so a process may fork before that. A second thread would use a quarter more
+#: CPU time, which silos on the same machine need.
 _HASHING = ThreadPoolExecutor(1, "digest")
 
 

@@ -148,11 +148,7 @@ def respond(
 
 
 def reject(
-    identity: Identity,
-    accepted: Accepted,
-    frames: Sequence[BytesLike],
-    error: RemoteWireError,
-    sent_at: float,
+    identity: Identity, accepted: Accepted, frames: Sequence[BytesLike], error: RemoteWireError, sent_at: float
 ) -> tuple[bytes, bytes] | None:
     """Answer a hello that ``respond`` refused.
 

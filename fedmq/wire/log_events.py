@@ -29,11 +29,7 @@ class LogEvent(_Event):
     RESUMED = "resumed", "the coordinator resumed the run from the checkpoint of `version` merges", "info"
     EXTENDED = "extended", "a finished run continues until it has `rounds` rounds", "info"
     ENDED = "ended", "the coordinator ended while its rounds were in `phase`", "info"
-    INLINE = (
-        "inline",
-        "the silos run inside the coordinator: no messages are exchanged or logged",
-        "info",
-    )
+    INLINE = ("inline", "the silos run inside the coordinator: no messages are exchanged or logged", "info")
     ONE_STEP_TASKS = (
         "one_step_tasks",
         "every task is one optimiser step, with batches of `batch_size` items",
@@ -41,7 +37,7 @@ class LogEvent(_Event):
     )
     BELOW_START = (
         "below_start",
-        "the model, or personal ones, ended worse than untrained: `metric`, `before`, `after`",
+        "training made the model, or personal models, worse: `metric`, `before`, `after`",
         "warning",
     )
     RELEASED = "released", "the coordinator released the model, with its digests", "info"
@@ -88,7 +84,11 @@ class LogEvent(_Event):
         "a secure sum leaves `rows` as they are: they have too few silos, or one dropped out",
         "warning",
     )
-    SUM_KEYS = "sum_keys", "the process signed `keys` of a secure sum of `version`; `through` it go payloads", "info"
+    SUM_KEYS = (
+        "sum_keys",
+        "the process signed `keys` of a secure sum of `version`, which adds payloads `through`",
+        "info",
+    )
     SUM_SILOS = "sum_silos", "the process takes part in the secure sum of `version` with `silos`", "info"
     SUM_ENDED = "sum_ended", "a round ends without a merge, because its secure sum is not complete; `why`", "warning"
     ALL_MERGED = "all_merged", "the last round is merged", "info"

@@ -131,12 +131,7 @@ class Header:
     def answered(self, kind: Kind, sent_at: float) -> Header:
         """The header of an answer of this kind to this message, at a time of the run [s]."""
         return Header(
-            run=self.run,
-            kind=kind,
-            sender=self.receiver,
-            receiver=self.sender,
-            reply_to=self.sequence,
-            sent_at=sent_at,
+            run=self.run, kind=kind, sender=self.receiver, receiver=self.sender, reply_to=self.sequence, sent_at=sent_at
         )
 
 

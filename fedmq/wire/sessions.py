@@ -46,15 +46,7 @@ from fedmq.wire.codec import (
     fresh_memory,
     unknown_version,
 )
-from fedmq.wire.messages import (
-    SESSION_BYTES,
-    WIRE_VERSION,
-    Header,
-    Kind,
-    Message,
-    Reason,
-    ShortHeader,
-)
+from fedmq.wire.messages import SESSION_BYTES, WIRE_VERSION, Header, Kind, Message, Reason, ShortHeader
 from fedmq.wire.payloads import Payload
 
 TAG_BYTES = 16

@@ -29,7 +29,8 @@ def options_of(objective: Objective, place: str = "objective") -> Any:
     """
     kind = OBJECTIVES.find(objective.base)
     if objective.options and not dataclasses.fields(kind.options):
-        allowed = f"base; {objective.base} has no options, and its temperature is an option of the method"
+        elsewhere = ", and its temperature is an option of the method" if objective.base == "info_nce" else ""
+        allowed = f"base; {objective.base} has no options{elsewhere}"
         raise InputError(place, next(iter(objective.options)), allowed)
     return parsed(kind.options, objective.options, place)
 

@@ -1,4 +1,4 @@
-"""DCHMT (Tu et al., MM 2022): each bit is a choice between two outputs, a hash base on features of CLIP.
+"""DCHMT (Tu et al., MM 2022): each bit is a choice between two outputs, on features of CLIP.
 
 The paper's head (official code, kalenforn/DCHMT) has a hidden layer of 128 units and two outputs per bit. Their softmax
 is (p, 1 - p), and the bit is their argmax. With h the 2 r numbers of all bits, D_ij = |h_i - h_j|, and S_ij = 1 if two

@@ -1,4 +1,4 @@
-"""DNpH (Qin et al., TMM 2024): quadratic spherical mutual information of codes and labels, a base on features of CLIP.
+"""DNpH (Qin et al., TMM 2024): quadratic spherical mutual information of codes and labels, on features of CLIP.
 
 With Y_ij = (1 + cos(a_i, b_j)) / 2 of the codes of a batch, D_ij = 1 if two items share a label, and M = B^2 / sum D,
 each pair of modalities (image-image, text-text, image-text) adds, in the clamped form of the official code
@@ -8,7 +8,7 @@ sum_ij (D_ij Y_ij - 1)^2 + Y_ij^2 / M
 
 The constant 1 of each pair with D_ij = 0 is left out. Head and loss need no token sequences. The paper's head is one
 linear layer with tanh above CLIP, which is trained with it; here the features are frozen, and a hidden layer stands
-between them and the head. Its dropout of a fifth of the outputs before tanh is left out. DNPH (Huo et al., TOMM 2024),
+between them and the head. Its dropout (rate 0.2) before tanh is left out. DNPH (Huo et al., TOMM 2024),
 with proxies and noise, is another method.
 """
 

@@ -1,4 +1,4 @@
-"""DSPH (Huo et al., TCSVT 2023): codes are drawn to learned proxies of their labels, a hash base on features of CLIP.
+"""DSPH (Huo et al., TCSVT 2023): codes are pulled toward learned proxies of their labels, on features of CLIP.
 
 Each label c has a proxy p_c, which both modalities share and which is averaged with the network. With L_ic = 1 if item
 i has label c, and codes h_i, each modality adds (official code, QinLab-WFU/DSPH)
@@ -8,20 +8,22 @@ mean over L_ic = 1 of 1 - cos(h_i, p_c), plus mean over L_ic = 0 of max(0, cos(h
 and each pair of modalities (image-image, text-text, image-text) alpha times the mean of max(0, cos(h_i, h_j) - zeta)
 over the items i, j that have several labels each and none in common.
 
-The official code reads zeta from a spreadsheet, by r and the number of labels; we have not seen its values. Two words
-of r bits at the distance d have the cosine 1 - 2 d / r. The default 0 is that of Hadamard codes, which exist for r a
+The official code reads zeta from a spreadsheet, by r and the number of labels; we have not seen its values. Two codes
+of r bits at Hamming distance d have cosine 1 - 2 d / r. The default 0 is that of Hadamard codes, which exist for r a
 power of 2 and up to 2 r labels; for more labels per bit a larger zeta is needed.
 
 Head and loss need no token sequences. The paper's head is one linear layer with tanh above CLIP, which is trained with
-it; here the features are frozen, and a hidden layer stands between them and the head. Its dropout of a fifth of the
-outputs before tanh is left out, and the scenario's optimiser trains the proxies, too, where the code has SGD for them.
+it; here the features are frozen, and a hidden layer stands between them and the head. Its dropout (rate 0.2)
+before tanh is left out, and the scenario's optimiser trains the proxies too, for which the code has SGD.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedmq.config.sections import NonNegative, Number
@@ -39,11 +41,12 @@ class Options:
 
     Args:
         alpha: weight of the pairs of items without a common label.
-        zeta: cosine from which on a code is pushed away from the proxies of other labels, and from such items.
+        zeta: a code is pushed away from proxies of other labels, and from such items, whose cosine with it is above
+            zeta.
     """
 
     alpha: NonNegative = 0.8
-    zeta: Number = 0.0
+    zeta: Annotated[Number, Field(ge=-1.0, le=1.0)] = 0.0
 
 
 def mean_over(values: Tensor, chosen: Tensor) -> Tensor:

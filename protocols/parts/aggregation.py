@@ -1,12 +1,18 @@
-"""Coordinator-side functions that most methods share: weights of the replies and the weighted sum of their updates.
+"""Weights of the replies and the weighted sum of their updates, for most methods; updates without the missing branch.
 
 Weights are float64 [M], one per reply; updates are flat float32 buffers [P]. Sums run in the fixed silo order, so that
 a merge never depends on the order of arrival.
+
+Nothing trains the branch that a single-modality silo has no data for, so its change is exactly zero and is not sent:
+the silo uploads a partial delta of the layers it trains, and the coordinator, which knows the silo's modalities,
+restores the zeros. Methods that complete the silo's items with public ones train both branches, and nothing is left out
+(``Traits.completes_items``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +21,12 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, Update, WeightedSum
+from fedmq.federation.protocol import Added, MergeResult, ReportedValue, SiloFacts, Traits, Update, WeightedSum
 from fedmq.federation.sums import SumLayout
+from fedmq.federation.updates import read_only
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.layout import Layout
-from fedmq.wire.payloads import Payload
+from fedmq.wire.payloads import Delta, PartialDelta, Payload
 
 #: How a merge combines the updates of a branch, the option ``branch_renorm`` of methods: see :func:`merge_updates`.
 BranchRenorm = bool | Literal["conflict_free"]
@@ -364,3 +371,68 @@ def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]
     known = torch.tensor([name in means for name in names])
     empty = torch.zeros(layout.rows[kind].width, dtype=torch.float64)
     return torch.stack([means.get(name, empty) for name in names]), known
+
+
+def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
+    """The layers that a method's updates cover.
+
+    Args:
+        layout: layout of the whole model.
+        layers: the method's shared layers; None if it shares all.
+    """
+    return tuple(layout.by_name) if layers is None else tuple(layers)
+
+
+def updating(silo: SiloFacts, traits: Traits) -> SiloFacts:
+    """The silo as the other functions here take it: with the modalities whose branches its updates cover."""
+    return replace(silo, image=True, text=True) if traits.completes_items else silo
+
+
+def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
+    """The subset of ``layers`` that a silo trains; empty if all of them are of the modality it lacks."""
+    lacked = tuple(prefix for modality, prefix in BRANCHES.items() if not getattr(silo, modality))
+    return tuple(name for name in layers if not name.startswith(lacked))
+
+
+def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
+    """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
+
+    Args:
+        payload: payload from the method; an update's buffer is float32.
+        layout: layout of the whole model.
+        silo: the sender.
+    """
+    if not isinstance(payload, Delta | PartialDelta):
+        return payload
+    layers = layers_of(layout, payload.names if isinstance(payload, PartialDelta) else None)
+    kept = trainable(layers, silo)
+    if kept == layers:
+        return payload
+    part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
+    change = extract(read_only(payload.buffer), part, kept)
+    return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
+
+
+def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
+    """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
+
+    Args:
+        payload: payload as received, checked by ``coordinator.updates``.
+        layout: layout of the whole model.
+        layers: the layers that the method's updates cover; None for the whole model.
+        silo: the sender.
+    """
+    if not isinstance(payload, PartialDelta):
+        return payload
+    names = layers_of(layout, layers)
+    if trainable(names, silo) == names:
+        return payload
+    part = layout if layers is None else layout.part(names)
+    change = torch.empty(part.size)
+    for lacking in part.ranges(set(names).difference(payload.names)):
+        change[lacking] = 0.0
+    insert(change, part, payload.names, read_only(payload.buffer))
+    buffer = change.numpy()
+    if layers is None:
+        return Delta(payload.layout_digest, buffer, payload.n_samples)
+    return PartialDelta(payload.layout_digest, names, buffer, payload.n_samples)

@@ -219,7 +219,4 @@ def updated_by_sum(tensors: Mapping[str, Tensor], means: Mapping[str, Tensor], l
     There is no table: the coordinator knows no single silo's prototypes, so those of earlier rounds do not count.
     """
     rows, known = means_of(means, layout, ClassPrototypes)
-    return {
-        GLOBAL: torch.where(known[:, None], rows.float(), tensors[GLOBAL]),
-        VALID: tensors[VALID] | known,
-    }
+    return {GLOBAL: torch.where(known[:, None], rows.float(), tensors[GLOBAL]), VALID: tensors[VALID] | known}

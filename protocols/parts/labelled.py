@@ -92,7 +92,7 @@ class EveryLabelledBatch(training.Work):
 
 
 Begin = Callable[[Any, Local, Context, Task], EveryLabelledBatch]
-"""Starts a base loss in one task, given its options; single-modality silos train it on their modality."""
+"""Starts a base loss in one task, given its options; a single-modality silo trains it on its own modality."""
 
 
 def on_outputs(loss: Callable[[Any, Out | None, Out | None, Tensor], Tensor]) -> Begin:

@@ -95,12 +95,7 @@ def encoders(local: Local, strength_: float) -> Encoders:
 
 
 def tuned_or_kept(
-    local: Local,
-    context: Context,
-    task: Task,
-    options: AdapterOptions,
-    strength_: Callable[[], float],
-    parts: Parts,
+    local: Local, context: Context, task: Task, options: AdapterOptions, strength_: Callable[[], float], parts: Parts
 ) -> dict[str, Tensor]:
     """The silo's adapter for its state, fine-tuned once personalisation has begun if there is anything to tune it on.
 
@@ -112,12 +107,7 @@ def tuned_or_kept(
 
 
 def fine_tuned(
-    local: Local,
-    context: Context,
-    task: Task,
-    options: AdapterOptions,
-    strength_: float,
-    parts: Parts,
+    local: Local, context: Context, task: Task, options: AdapterOptions, strength_: float, parts: Parts
 ) -> Tensor:
     """Fine-tune the silo's adapter on its samples with the shared model frozen.
 

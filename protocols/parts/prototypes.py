@@ -81,7 +81,7 @@ def read_uploads(replies: Sequence[Update], dim: int) -> tuple[Tensor, Tensor]:
 
     A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit
     length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector. If a secure sum adds
-    prototypes, no reply has any, and rows are zero.
+    prototypes, no reply has any: its rows are zero, and the mask says which modalities its silo has.
     """
     rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
     for index, reply in enumerate(replies):

@@ -18,15 +18,7 @@ import numpy.typing as npt
 from fedmq.config.scenario import Data
 from fedmq.data.labels import label_array
 from fedmq.data.raw_set import RawSet, checked, labelled_rows, refuse_keys
-from fedmq.data.readers.array_files import (
-    ENDINGS,
-    PixelArray,
-    Role,
-    StoredByRole,
-    files_of,
-    parts_of,
-    recognise,
-)
+from fedmq.data.readers.array_files import ENDINGS, PixelArray, Role, StoredByRole, files_of, parts_of, recognise
 from fedmq.data.readers.folders import (
     WIKIPEDIA_CLASSES,
     WIKIPEDIA_LISTS,

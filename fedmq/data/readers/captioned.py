@@ -190,11 +190,7 @@ def _of_coco(data: Data, folder: Path, files: Sequence[Path]) -> RawSet:
 # --- the release of Flickr8k ----------------------------------------------------------------------------------------
 
 TOKENS = "Flickr8k.token.txt"
-LISTS = {
-    "train": "Flickr_8k.trainImages.txt",
-    "val": "Flickr_8k.devImages.txt",
-    "test": "Flickr_8k.testImages.txt",
-}
+LISTS = {"train": "Flickr_8k.trainImages.txt", "val": "Flickr_8k.devImages.txt", "test": "Flickr_8k.testImages.txt"}
 
 
 def read_flickr8k(data: Data) -> RawSet:

@@ -26,16 +26,19 @@ from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult, interval
 from fedmq.runs.report.html import COLOURS, Figure, colour, render
 from fedmq.runs.report.logs import LogFacts, LoggedFacts, incidents_text, read_logs, time_axis, timeline
-from fedmq.runs.result_limits import (
+from fedmq.runs.results import (
     chosen_by_validation,
     gallery_of,
     items_each,
     items_left_out,
     meaningful,
     name_some,
+    read_metrics,
+    read_summary,
+    shared_evaluations,
     training_warnings,
+    with_own_figures,
 )
-from fedmq.runs.results import read_metrics, read_summary, shared_evaluations, with_own_figures
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json
 from fedmq.storage.regular_files import read_regular
@@ -409,10 +412,7 @@ def side_by_side(folders: Sequence[RunFolder]) -> str:
         ("seed", *(str(run.summary.seed) for run in runs)),
         ("rounds", *(str(run.summary.versions) for run in runs)),
         ("silos", *(str(len(run.summary.per_silo)) for run in runs)),
-        (
-            "R@1 of the worst-served silo",
-            *(_shown(run.summary.fairness.get("worst_r1")) for run in runs),
-        ),
+        ("R@1 of the worst-served silo", *(_shown(run.summary.fairness.get("worst_r1")) for run in runs)),
         ("payload from the silos", *(size_text(sum(run.summary.bytes.up.values())) for run in runs)),
         ("payload to the silos", *(size_text(sum(run.summary.bytes.down.values())) for run in runs)),
         ("real time [s]", *(f"{run.summary.seconds.total:.1f}" for run in runs)),

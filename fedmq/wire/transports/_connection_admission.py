@@ -42,7 +42,7 @@ PARTIAL = 4 << 20
 WATCH_MS = 250
 #: Bytes received, in Linux's ``struct tcp_info``.
 _TCP_INFO = struct.Struct("128xQ")
-#: Bytes that may be on their way to the other end of a Unix socket; the kernel allows less where it is set to.
+#: Send buffer of a Unix socket [bytes]; Linux allows at most net.core.wmem_max.
 _UNIX_ROOM = 1 << 19
 #: Refusals that are remembered.
 _REMEMBERED = 256
@@ -218,9 +218,9 @@ class ConnectionAdmission:
 
 
 def widen(descriptor: int) -> None:
-    """Give a connection over a Unix socket more room for what it sends; TCP does so by itself.
+    """Enlarge the send buffer of a connection over a Unix socket; Linux enlarges TCP's by itself.
 
-    Otherwise the two processes wake each other 60 times for an update of 12 MB.
+    With the default buffer, the two processes wake each other 60 times for an update of 12 MB.
     """
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family == sockets.AF_UNIX:

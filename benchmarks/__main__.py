@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Number, Result, machine
+from benchmarks.measure import Number, Result, machine, minutes
 from benchmarks.registry import BENCHMARKS, run_limited
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         "--smoke", action="store_true", help="the smallest sizes: whether the benchmarks work, not how fast fedmq is"
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="M", help="time limit of all together, beside their own"
+        "--minutes", type=minutes, default=10.0, metavar="M", help="time limit of all together, beside their own"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results; default: a new one in bench/")
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.measure import commit, load_average, machine
+from benchmarks.measure import commit, load_average, machine, minutes
 from benchmarks.runs import Roster, loop_seconds, peak_memory, roster_scenario, simulated
 from fedmq.runs.report.html import Figure, colour, document
 
@@ -302,7 +302,7 @@ def main() -> None:
         help="default: bench/growth; what an earlier call measured there is not measured again",
     )
     parser.add_argument("--axes", type=_axes, default=list(AXES), metavar="A,B", help=f"of {', '.join(AXES)}")
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of all together (default 30)")
+    parser.add_argument("--minutes", type=minutes, default=30.0, help="time limit of all together (default 30)")
     parser.add_argument("--smoke", action="store_true", help="only the two smallest sizes of each axis")
     arguments = parser.parse_args()
     growth = earlier(arguments.out)

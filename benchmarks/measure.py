@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -79,6 +80,18 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def minutes(text: str) -> float:
+    """A time limit above 0 [min], given on a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}, allowed: a number of minutes above 0")
 
 
 def load_average() -> float:

@@ -21,7 +21,7 @@ from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.agreement import RunData
-from fedmq.federation.noise import UPDATES, epsilon_of, spent_by_task
+from fedmq.federation.noise import UPDATES, epsilon_of, spent, spent_by_task
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -230,11 +230,14 @@ def _optional_keys(
 
 def _privacy_spent(loop: Loop) -> PrivacySpent | None:
     privacy, tasks = loop.run_context.scenario.privacy, max(loop.rounds.sequences.values(), default=0)
-    if not (each := spent_by_task(privacy, sent_kinds(loop.run_context))):
+    uploads = sent_kinds(loop.run_context)
+    if not (each := spent_by_task(privacy, uploads)):
         return None
+    kinds = {kind.KIND for one in uploads for kind in one}
+    plain = sorted(kind for kind in kinds if not spent((kind,), privacy))
     delta = 1e-5 if privacy.budget is None else privacy.budget.delta
     epsilon = epsilon_of(tasks * each, delta, sums=privacy.secure_aggregation is not None)
-    return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks)
+    return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks, without_noise=plain)
 
 
 def _below_start(loop: Loop) -> BelowStart | None:

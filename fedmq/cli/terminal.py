@@ -269,6 +269,14 @@ def _fairness(summary: RunSummary) -> str:
     return f"{line}std {chance:.4f} is expected by chance if the model is equally good for all silos\n"
 
 
+def _privacy(summary: RunSummary) -> str:
+    """The privacy that the silo with most tasks has spent; empty without noise."""
+    if (spent := summary.privacy) is None:
+        return ""
+    plain = f"; sent without noise: {', '.join(spent.without_noise)}" if spent.without_noise else ""
+    return f"privacy: epsilon {spent.epsilon:.3g} at delta {spent.delta:g} after {spent.tasks} tasks of a silo{plain}\n"
+
+
 def _failed_at(summary: RunSummary) -> str:
     """The silos with replies that could not be merged, those with most of them first."""
     counts = {name: replies.total for name, replies in summary.unusable_replies.items()}
@@ -312,6 +320,7 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"{lost if tasks.failed or tasks.discarded else ''}"
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {size_text(summary.processes.peak_pss_mb * 2**20)}\n"
+        f"{_privacy(summary)}"
         f"model digest {summary.model_digest}",
     )
     paths = f"report       {folder.report}" if folder.report.exists() else "report       none: see the warning above"

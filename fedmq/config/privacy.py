@@ -136,8 +136,10 @@ class Privacy(Part):
             raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
             raise ValueError("privacy.adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation")
-        if self.adaptive_clip is not None and self.budget is not None and not self.adaptive_clip.noise_multiplier:
-            raise ValueError("privacy.budget needs privacy.adaptive_clip.noise_multiplier above 0")
+        if self.adaptive_clip is not None and bool(self.adaptive_clip.noise_multiplier) != bool(self.noise_multiplier):
+            raise ValueError(
+                "privacy.adaptive_clip.noise_multiplier and privacy.noise_multiplier: both above 0 or both 0"
+            )
         return self
 
     @property

@@ -212,6 +212,7 @@ class PrivacySpent(Stored):
     epsilon: Amount  # of all payloads with noise of the silo with most tasks; says nothing about other payloads
     delta: Amount  # that of privacy.budget, otherwise 1e-5
     tasks: Count  # of that silo
+    without_noise: list[str]  # payload kinds in replies to which no noise is added
 
 
 class BelowStart(Stored):

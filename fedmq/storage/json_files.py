@@ -39,6 +39,7 @@ _ALLOWED = {
     "missing": "a value, as this key is required",
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
 }
 _MAX_SHOWN = 60  # characters of a value in an error message
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from benchmarks.measure import Number, Result, spread
 from benchmarks.runs import loop_seconds, simulated, synthetic_features
 from fedmq.runs.profile import Profile, read
+from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import RunSummary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.payloads import Delta, MaskedUpdate
 
@@ -23,7 +24,7 @@ _SUMS = "privacy.secure_aggregation=true"
 
 def _scenario(folder: Path, silos: int, width: int, rounds: int) -> Path:
     """Write FedAvg on synthetic features; every silo takes part in every round."""
-    scenario: dict[str, Any] = {
+    scenario: dict[str, object] = {
         "name": "sums",
         "rounds": rounds,
         "participation": 1.0,
@@ -39,10 +40,9 @@ def _scenario(folder: Path, silos: int, width: int, rounds: int) -> Path:
     return path
 
 
-def _least_bytes(plain: dict[str, Any], dropped: float) -> float:
-    """Bytes of the plain run if only as many updates had been sent as arrive in the sums."""
-    up, down = plain["bytes"]["up"], plain["bytes"]["down"]
-    return float(sum(up.values()) + sum(down.values()) - dropped * up[Delta.KIND])
+def _bytes(summary: RunSummary) -> int:
+    """Bytes that all silos sent and received together."""
+    return sum(summary.bytes.up.values()) + sum(summary.bytes.down.values())
 
 
 def run(*, smoke: bool = False) -> Result:
@@ -52,30 +52,31 @@ def run(*, smoke: bool = False) -> Result:
     dropping = f"faults=[{{kind: drop, step: mask, silos: [{', '.join(gone)}]}}]"
     settings = {"plain": (), "with sums": (_SUMS,), "with sums, a fifth drops out": (_SUMS, dropping)}
     seconds: dict[str, list[float]] = {name: [] for name in settings}
-    summaries, silo_s, coordinator_s = dict[str, dict[str, Any]](), dict[str, float](), dict[str, float]()
+    summaries, silo_s, coordinator_s = dict[str, RunSummary](), dict[str, float](), dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         file = _scenario(folder, silos, width, rounds)
         for repeat in range(repeats):
             for kind, given in settings.items():
                 out = folder / f"{kind.replace(' ', '-')}-{repeat}"
-                summaries[kind] = simulated(file, out, *given, options=("--profile",))
+                simulated(file, out, *given, options=("--profile",))
+                summaries[kind] = read_summary(RunFolder(out))
                 seconds[kind].append(loop_seconds(out) / rounds)
                 profile = Profile.of(read(RunFolder(out).profile))
                 silo_s[kind] = profile.of_all(profile.silos)["compute"] / rounds
                 coordinator_s[kind] = profile.of_all(["coordinator"])["merge"] / rounds
     numbers = [spread(f"{kind}: a round", found, "s") for kind, found in seconds.items()]
     last = "with sums, a fifth drops out"
-    more = [mine - plain for mine, plain in zip(seconds[last], seconds["plain"], strict=True)]
+    more = [mine - other for mine, other in zip(seconds[last], seconds["plain"], strict=True)]
     numbers.append(spread("  more than plain", more, "s", "at most 3 s"))
-    sent = summaries[last]["bytes"]
-    everything = sum(sent["up"].values()) + sum(sent["down"].values())
-    ratio = everything / _least_bytes(summaries["plain"], len(gone) / silos)
+    plain, sums = summaries["plain"], summaries[last]
+    arriving = _bytes(plain) - len(gone) / silos * plain.bytes.up[Delta.KIND]  # with as many updates as the sums get
+    ratio = _bytes(sums) / arriving
     numbers.append(Number("  bytes, to plain with as many updates", ratio, "x", "at most 1.02"))
     numbers += [
         Number(f"{kind}: silos compute", each, "s per round, wall time added up") for kind, each in silo_s.items()
     ]
     numbers += [Number(f"{kind}: coordinator merges", each, "s per round") for kind, each in coordinator_s.items()]
-    model = sent["up"][MaskedUpdate.KIND] / rounds / (silos - len(gone)) / 1e6
+    model = sums.bytes.up[MaskedUpdate.KIND] / rounds / (silos - len(gone)) / 1e6
     note = f"fedavg, {silos} silos as processes, masked updates of {model:.2f} MB, {rounds} rounds of one step"
     return Result("sums", tuple(numbers), (note,))

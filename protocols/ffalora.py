@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from fedmq.errors import InputError
@@ -63,7 +64,7 @@ class FfaLora(PartialFedAvg):
         return self.ranges_of(local, self.shared)
 
     @override
-    def kept(self, local: Local) -> dict[str, Any]:
+    def kept(self, local: Local) -> dict[str, Tensor]:
         return {}
 
 

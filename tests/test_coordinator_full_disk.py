@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import fedmq.wire.message_log
 from coordinator import checkpoints
@@ -73,6 +74,17 @@ def test_a_full_disk_is_a_disk_error_of_every_file_of_tensors_and_leaves_no_file
     assert version == "1"
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
+
+
+def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: failed to write whole buffer")
+
+    monkeypatch.setattr("safetensors.torch.serialize_file", failing)
+    with pytest.raises(OSError, match="failed to write whole buffer"):
+        run_folder.write_tensors(tmp_path / "x", {"x": torch.zeros(1)})
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:

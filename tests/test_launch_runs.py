@@ -20,6 +20,8 @@ import pytest
 
 from fedmq.audit.log_checks import audit_run
 from fedmq.launch.supervisor import private_folder
+from fedmq.packages import __version__
+from fedmq.wire.log_records import NoteRecord, read_log
 from tests.command_line import completed
 from tests.threaded_run import resolved, run
 from tests.waiting import PATIENCE, wait_for, wait_for_merges
@@ -53,6 +55,8 @@ def reference(tiny: Path, log: Path) -> dict[str, Any]:
     logs = ("--log-file", str(log), "--log-format", "json")
     summary = scenario(tiny, "--out", str(out), "--set", "rounds=12", *logs)
     assert not audit_run(out).findings
+    for path in (out / "messages").glob("*.jsonl"):  # every process begins its log with its version
+        assert isinstance(first := next(read_log(path))[1], NoteRecord) and first.facts["program"] == __version__
     return summary
 
 

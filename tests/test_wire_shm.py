@@ -256,6 +256,7 @@ def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, t
     settings = ("rounds=6", "participation=1.0", "backbone.bottleneck=16384")
     faults = "faults=[{kind: crash, silos: [silo-00], rounds: [1]}, {kind: coordinator_crash, after_round: 3}]"
     ipc = threaded_run.run(resolved(tiny, *settings), tmp_path / "ipc", uri=f"ipc://{tmp_path}/wire").summary.plain()
+    assert not audit_run(tmp_path / "ipc").findings
     for name, more in (("shm", ()), ("killed", (faults,))):
         out, options = tmp_path / name, ("wire.transport=shm", *settings, *more)
         printed("scenario", tiny, "--out", out, "--quiet", *(f"--set={each}" for each in options))

@@ -398,11 +398,11 @@ def cross_command(
     """
     require_folder(run)
     from fedmq.launch.released_runs import open_run_model  # noqa: PLC0415
-    from fedmq.retrieval.plots import cross_site  # noqa: PLC0415 - imports torch, which --help does not need
+    from fedmq.retrieval.cross_site import measured  # noqa: PLC0415 - imports torch, which --help does not need
     from fedmq.retrieval.released_model import open_release  # noqa: PLC0415
 
     names = open_release(run, device).scenario.silo_names
-    found = cross_site(names, lambda name: open_run_model(run, device, name), metric, bar())
+    found = measured(names, lambda name: open_run_model(run, device, name), metric, bar())
     if as_json:
         facts = {"metric": metric, "models": found.models, "silos": found.silos, "items": found.items}
         means = {"own": found.own, "others": found.others, "without_model": found.without}

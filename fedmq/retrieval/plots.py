@@ -1,13 +1,8 @@
-"""Beyond the metrics of a run: precision-recall curves, t-SNE (van der Maaten and Hinton 2008), cross-site evaluation.
+"""Plots of released models: precision-recall curves, and t-SNE (van der Maaten and Hinton 2008).
 
 The curves are the usual figures of papers on hashing: precision against recall by rank and by Hamming radius, and
 precision or recall among the first N. Models are evaluated as in their runs: same split, same gallery, same order of
 ties. In a t-SNE plot, distances between clusters and their sizes carry no meaning.
-
-Cross-site evaluation measures the personal model of each silo on the held-out items of every silo. It shows whether the
-model fits its own silo better than others' models do, and what a silo would lose with the model of another one. All
-queries retrieve from the gallery of ``evaluation.silo_gallery``; with its default, the whole split, chance is the same
-for all silos.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +33,7 @@ from fedmq.runs.report import html
 from fedmq.runs.report.html import Figure
 from fedmq.storage.regular_files import read_regular
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import Progress, as_csv, csv_text, tell
+from fedmq.text import Progress, as_csv, csv_text
 
 #: Maximum number of points of a curve by rank, in figures and files.
 _POINTS = 200
@@ -384,67 +379,3 @@ def tsne_page(planes: Sequence[Plane]) -> str:
         figures.append(figure)
     notes = ("t-SNE: distances between clusters, and their sizes, carry no meaning",)
     return html.document(", ".join(plane.name for plane in planes), notes, figures)
-
-
-@dataclass(frozen=True)
-class CrossSite:
-    """A metric of each personal model on each silo's held-out items."""
-
-    models: tuple[str, ...]  # the S silos that have a personal model
-    silos: tuple[str, ...]  # the T silos that have held-out items
-    items: tuple[int, ...]  # their numbers of held-out items
-    values: npt.NDArray[np.float64]  # [S, T], row: model, column: items
-    without: dict[str, str]  # silos without a personal model, and why
-
-    @property
-    def own(self) -> float:
-        """Mean of each model on its own silo's items; NaN if no silo has both."""
-        found = [self.values[row, self.silos.index(name)] for row, name in enumerate(self.models) if name in self.silos]
-        return float(np.mean(found)) if found else float("nan")
-
-    @property
-    def others(self) -> float:
-        """Mean of each model on the items of all other silos; NaN if there is no other."""
-        other = np.array([[model != silo for silo in self.silos] for model in self.models])
-        return float(self.values[other].mean()) if other.any() else float("nan")
-
-
-def cross_site(
-    names: Sequence[str], opened: Callable[[str], Release], metric: str, progress: Progress | None = None
-) -> CrossSite:
-    """Evaluate the personal model of each silo on the held-out items of all silos.
-
-    Args:
-        names: names of the run's silos.
-        opened: opens the run with the personal model of a silo.
-        metric: name of a metric that silos have, e.g. ``mean_r1``.
-        progress: called while models are measured.
-
-    Raises:
-        InputError: no silo has a personal model, or the metric is not measured for silos.
-    """
-    rows: dict[str, list[float]] = {}
-    failed: dict[str, InputError] = {}
-    heldout, report = None, tell(progress, "models measured", len(names))
-    for done, name in enumerate(names):
-        report(done)
-        try:
-            release = opened(name)
-        except InputError as error:
-            failed[name] = error
-            continue
-        if heldout is None:
-            population = evaluated_population(release)
-            heldout = HeldOut.load(release.scenario, population)
-        silos = [silo for silo, items in heldout.items.items() if len(items)]
-        model = release.retriever(population.prepared)
-        found = heldout.measured(model.encoders, binary=model.binary, names=silos).per_silo
-        if metric not in found[silos[0]]:
-            raise InputError("--metric", metric, f"one of {', '.join(found[silos[0]])}")
-        rows[name] = [found[silo][metric] for silo in silos]
-    report(len(names))
-    if heldout is None:
-        raise next(iter(failed.values()))
-    counts = tuple(len(heldout.items[silo]) for silo in silos)
-    without = {name: str(error) for name, error in failed.items()}
-    return CrossSite(tuple(rows), tuple(silos), counts, np.array(list(rows.values())), without)

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 #: Maximum size of the list of tensors of a safetensors file, which is parsed as a whole [bytes]. 8192 tensors
 #: take about 2 MB.
 _MAX_TENSOR_LIST = 1 << 23
-#: Names of types in safetensors files, in the order in which the library writes them: larger items first.
-_DTYPES = {
-    "torch.int64": "I64", "torch.float64": "F64", "torch.float32": "F32", "torch.int32": "I32",
-    "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}  # fmt: skip
-#: Amount to write with one call [bytes]: ext4 takes six times as long for 12 MB at once.
-_AT_ONCE = 1 << 20
 #: Errors of a path that the user should replace by another one, unlike those of a full or broken disk.
 _BAD_PLACE = frozenset(
     {
@@ -303,22 +295,27 @@ def write_tensors(
         mode: permissions of a new file, before the umask; by default only its owner can read it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
     """
-    # The library would copy the tensors, and write each with one call: while it does, no other thread runs.
-    order = sorted(tensors, key=lambda name: (list(_DTYPES).index(str(tensors[name].dtype)), name))
-    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        kind = _DTYPES[str(tensors[name].dtype)]
-        header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    packed = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    packed += b" " * (-len(packed) % 8)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb", buffering=0) as file:
-        write_whole(file, len(packed).to_bytes(8, "little") + packed)
-        for name in order:
-            write_whole(file, bytes_of(tensors[name]))
+    from safetensors import SafetensorError  # noqa: PLC0415 - as above
+    from safetensors.torch import save_file  # noqa: PLC0415 - as above
+
+    # The library refuses tensors that share memory or that are not contiguous.
+    plain: dict[str, torch.Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        plain[name] = tensor.detach().cpu().contiguous()
+        if plain[name].untyped_storage().data_ptr() in memory:
+            plain[name] = plain[name].clone()
+        memory.add(plain[name].untyped_storage().data_ptr())
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, mode))
+    try:
+        save_file(plain, path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        raise OSError(code := int(number[1]), os.strerror(code), str(path)) from error
 
 
 def write_whole(file: RawIOBase, content: bytes | memoryview) -> None:
@@ -330,7 +327,7 @@ def write_whole(file: RawIOBase, content: bytes | memoryview) -> None:
     """
     unwritten = memoryview(content)
     while unwritten:
-        unwritten = unwritten[file.write(unwritten[:_AT_ONCE]) or 0 :]
+        unwritten = unwritten[file.write(unwritten) or 0 :]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -411,8 +411,8 @@ def _numbers_on(
 _DIGESTS: WeakKeyDictionary[Payload, str | Future[str]] = WeakKeyDictionary()
 #: Size of a payload's tensors from which another thread hashes it, while this one seals or checks it [bytes].
 _HASHED_BY_A_THREAD = 1 << 20
-#: It starts with the first large payload, so a process may fork before that. A second thread would use a quarter more
-#: CPU time, which silos on the same machine need.
+#: Cores that hash one payload. The thread starts with the first large payload, so a process may fork before it.
+_CORES = 2
 _HASHING = ThreadPoolExecutor(1, "digest")
 
 
@@ -441,7 +441,7 @@ def digest(payload: Payload) -> str:
 
 @span("encode")
 def _digest(payload: Payload) -> str:
-    total = blake3(payload.KIND.encode())
+    total = blake3(payload.KIND.encode(), max_threads=_CORES if decoded_bytes(payload) >= _HASHED_BY_A_THREAD else 1)
     for name, spec in payload.FIELDS.items():
         value = getattr(payload, name)
         if isinstance(value, np.ndarray):

@@ -16,7 +16,6 @@ from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun, Source, resolve
-from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.launch import forkserver, remote_peer
 from fedmq.launch.remote_peer import (
@@ -30,7 +29,6 @@ from fedmq.launch.remote_peer import (
     earlier_files,
     encode,
     key_files,
-    refuse_local_only,
     run_peer,
     take_keys,
     write_private,
@@ -59,12 +57,6 @@ def run(tiny: Path) -> ResolvedRun:
 
 def file(path: str) -> dict[str, str]:
     return {"path": path, "content": "aGVsbG8="}
-
-
-def test_processes_on_other_machines_cannot_share_memory(tiny: Path) -> None:
-    shared = scenarios.load(tiny, ["wire.transport=shm", "launcher=ray"])
-    with pytest.raises(InputError, match=r"wire.transport: found 'shm', allowed: ipc with launcher ray"):
-        refuse_local_only(shared)
 
 
 def test_the_arguments_of_every_program_arrive_as_they_were_sent(run: ResolvedRun, tmp_path: Path) -> None:

@@ -71,9 +71,6 @@ class Wire(Part):
         description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
         "between two powers of two",
     )
-    transport: Literal["ipc", "shm"] = Field(
-        "ipc", description="with launcher local: a Unix socket (ipc), or shared memory for large messages (shm)"
-    )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
     rekey_messages: Count = Field(
         1 << 20, description="messages in both directions after which a session gets new keys"

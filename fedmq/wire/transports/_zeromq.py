@@ -23,6 +23,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
+from fedmq.wire.transports._blocks import SharedMemory
 from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received, widen
 from fedmq.wire.transports.base import FRAMES, MOST_FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
@@ -68,8 +69,10 @@ class ZeroMQListener(Listener):
         context: zmq.Context[zmq.Socket[bytes]] | None,
         uri: str,
         admission: ConnectionAdmission | None,
+        max_shared: int | None,  # maximum size of a body in shared memory [bytes]; None shares none
     ) -> None:
         self.uri = uri
+        self._memory = None if max_shared is None else SharedMemory(self.connected, max_shared)
         self._socket, self._context, self._admission = socket, context, admission
         self._descriptors = BoundedDict[bytes, int](_MAX_DESCRIPTORS)
         self._inodes = BoundedDict[bytes, int | None](_MAX_DESCRIPTORS)  # of the sockets of these descriptors
@@ -96,7 +99,14 @@ class ZeroMQListener(Listener):
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
         _require(frames, FRAMES)
-        return peer, [frame.buffer for frame in rest]
+        found = [frame.buffer for frame in rest]
+        if self._memory is not None:
+            found = self._memory.received(found, peer, _process(rest[0]))
+        return peer, found
+
+    @override
+    def room(self, size: int) -> memoryview:
+        return super().room(size) if self._memory is None else self._memory.room(size)
 
     @override
     def cut(self, peer: bytes) -> None:
@@ -115,10 +125,14 @@ class ZeroMQListener(Listener):
 
     @override
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
+        if self._memory is not None:
+            return self._memory.send(frames, peer, lambda named: put(self._socket, [peer, *named]))
         return put(self._socket, [peer, *frames])
 
     @override
     def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
         if self._admission is not None:
             self._admission.close()
             self._admission = None
@@ -138,7 +152,9 @@ class ZeroMQConnection(Connection):
         watched: bool,  # whether to count connections, for a transport whose connections can break
         # The keys with which the connection is admitted; None for a listener without keys.
         keys: ConnectionKeys | None = None,
+        max_shared: int | None = None,  # maximum size of a body in shared memory [bytes]; None shares none
     ) -> None:
+        self._memory = None if max_shared is None else SharedMemory(lambda peer: peer == self._number(), max_shared)
         self.uri, self._name, self._make, self._watched = uri, name, make, watched
         self._keys, self._redial = keys, False
         self._refusal: ConnectionRefusal | None = None
@@ -186,7 +202,16 @@ class ZeroMQConnection(Connection):
         self._mark = self._brought()
         frames, number = received
         _require(number, MOST_FRAMES)
-        return [frame.buffer for frame in frames]
+        found = [frame.buffer for frame in frames]
+        return found if self._memory is None else self._memory.received(found, self._number(), _process(frames[0]))
+
+    def _number(self) -> int:
+        """Number of the connection by which a message travels that is sent now."""
+        return max(1, self.established())
+
+    @override
+    def room(self, size: int) -> memoryview:
+        return super().room(size) if self._memory is None else self._memory.room(size)
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for a message, a call of :meth:`wake` or a connection that needs a new ticket."""
@@ -228,6 +253,8 @@ class ZeroMQConnection(Connection):
             self.reconnect()
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
             return False
+        if self._memory is not None:
+            return self._memory.send(frames, self._number(), lambda named: put(self._socket, named))
         return put(self._socket, frames)
 
     @override
@@ -297,6 +324,8 @@ class ZeroMQConnection(Connection):
 
     @override
     def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
         self._end_monitor()
         with self._lock:
             if self._open:
@@ -314,6 +343,7 @@ def bind(
     *,
     keys: ListenerKeys | None = None,
     ipv6: bool = False,
+    shares_memory: bool = False,
 ) -> ZeroMQListener:
     """Open a listener.
 
@@ -324,6 +354,7 @@ def bind(
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
         keys: admit only peers with these keys; None admits everyone who reaches the address.
         ipv6: whether the address is, or also is, an IPv6 address.
+        shares_memory: whether large bodies stay in shared memory between peers that can open it.
 
     Raises:
         InputError: the address cannot be bound.
@@ -344,7 +375,8 @@ def bind(
         _close(socket, context)
         taken = "; another process listens there, e.g. another coordinator" if error.errno == zmq.EADDRINUSE else ""
         raise InputError(uri, str(error), f"an address that is free and belongs to this machine{taken}") from error
-    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT), admission)
+    bound = uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return ZeroMQListener(socket, context, bound, admission, max_frame if shares_memory else None)
 
 
 def dial(
@@ -355,6 +387,7 @@ def dial(
     *,
     keys: ConnectionKeys | None = None,
     ipv6: bool = False,
+    shares_memory: bool = False,
 ) -> ZeroMQConnection:
     """Open a connection; arguments as for :func:`bind`.
 
@@ -371,7 +404,8 @@ def dial(
         return socket
 
     name, own = (endpoint.name, None) if endpoint else (uri, context)
-    return ZeroMQConnection(made, own, uri, name, watched=endpoint is None, keys=keys)
+    most = max_frame if shares_memory else None
+    return ZeroMQConnection(made, own, uri, name, watched=endpoint is None, keys=keys, max_shared=most)
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
@@ -432,6 +466,18 @@ def _inode(descriptor: int) -> int | None:
         return os.fstat(descriptor).st_ino
     except OSError:
         return None
+
+
+def _process(frame: zmq.Frame) -> int:
+    """The process at the other end of a Unix socket, by the kernel's word; 0 if it is of another user or unknown.
+
+    A process of other PID namespaces is 0, too.
+    """
+    try:
+        _, user, _, process = str(frame.get("Peer-Address")).rsplit(":", 3)
+    except (zmq.ZMQError, ValueError):  # ValueError: no Unix socket
+        return 0
+    return int(process) if user == str(os.geteuid()) else 0
 
 
 def _require(frames: int, most: int) -> None:

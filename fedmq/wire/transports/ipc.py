@@ -1,4 +1,4 @@
-"""``ipc://PATH``: ZeroMQ over a Unix socket, between processes of one machine."""
+"""``ipc://PATH``: ZeroMQ over a Unix socket, between processes of one machine, with large bodies in shared memory."""
 
 from __future__ import annotations
 
@@ -7,38 +7,28 @@ import socket
 
 from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
-from fedmq.wire.transports.base import Listener, Transport
+from fedmq.wire.transports.base import Connection, Listener, Transport
 
 #: Linux's sockaddr_un holds 108 bytes including the terminating zero.
 _PATH_BYTES = 107
 
 
-def check(uri: str, place: str, listening: bool) -> None:
-    """Check the path of ``ipc://PATH``, or of another scheme with such a path; see :class:`Transport`.
-
-    Raises:
-        InputError: the path is empty, too long, or no path of a socket.
-    """
-    scheme, _, path = uri.partition("://")
+def _check(uri: str, place: str, listening: bool) -> None:
+    path = uri.removeprefix("ipc://")
     size = len(os.fsencode(path))
     if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
-        raise InputError(place, uri, f"{scheme}://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
-
-
-def require_free(uri: str) -> None:
-    """Refuse a URI at whose path a process listens.
-
-    Raises:
-        InputError: a process listens there.
-    """
-    if _has_listener(uri.partition("://")[2]):
-        # ZeroMQ would silently replace the other listener's socket file.
-        raise InputError(uri, "a path where another process listens", "an unused path")
+        raise InputError(place, uri, f"ipc://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
 
 
 def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    require_free(uri)
-    return _zeromq.bind(uri, max_frame, queue)
+    if _has_listener(uri.removeprefix("ipc://")):
+        # ZeroMQ would silently replace the other listener's socket file.
+        raise InputError(uri, "a path where another process listens", "an unused path")
+    return _zeromq.bind(uri, max_frame, queue, shares_memory=True)
+
+
+def _connect(uri: str, max_frame: int, queue: int) -> Connection:
+    return _zeromq.dial(uri, max_frame, queue, shares_memory=True)
 
 
 def _has_listener(path: str) -> bool:
@@ -51,4 +41,4 @@ def _has_listener(path: str) -> bool:
     return True
 
 
-TRANSPORT = Transport("ipc://PATH", check, _listen, _zeromq.dial)
+TRANSPORT = Transport("ipc://PATH", _check, _listen, _connect)

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 from fedmq.errors import InputError
 from fedmq.profiling import span
-from fedmq.wire.transports import ipc, memory, shm, tcp
+from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 from fedmq.wire.transports.shared_connections import SHARED, SharedConnection, SharedListener
 from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
@@ -21,7 +21,7 @@ GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 #: The transports registered in this process, by scheme.
-TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "shm": shm.TRANSPORT, "memory": memory.TRANSPORT}
+TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
 
 
 def register(scheme: str, transport: Transport) -> None:
@@ -48,8 +48,8 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: Li
 
     Args:
         uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
-            ``shm://PATH``, ``memory://NAME`` within this process, or a URI of another registered scheme; with the
-            prefix ``shared+``, many peers share a connection.
+            ``memory://NAME`` within this process, or a URI of another registered scheme; with the prefix ``shared+``,
+            many peers share a connection.
         max_frame: maximum size of an accepted frame [bytes]; a peer that announces a larger one is disconnected before
             it is read.
         queue: messages queued per peer and direction.

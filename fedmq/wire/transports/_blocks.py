@@ -1,10 +1,14 @@
-"""``shm://PATH``: as ``ipc://PATH``, with large bodies in memory that both processes map.
+"""Large bodies of ``ipc://`` in memory that both processes map.
 
 Each end keeps a few *blocks*, memfds that it reuses. The sender seals a body into a block, and sends the block's name
 through the socket. The receiver maps the block and opens the body there. Once the receiver's last view of the body is
 gone, it acknowledges the body: it writes the message's number into the sender's *marks*, an array with one number for
 each message that is not read yet. Once all receivers of a block have done so, the sender may reuse it. If no block is
 free, the sender does not wait: the body goes through the socket.
+
+Each message states its sender's process. If it is the one that the kernel names as the other end of the socket, and
+its blocks can be opened here, this end says so in its own messages, and is sent names from then on. So peers of other
+users, in other containers or behind a relay exchange the same messages without blocks.
 
 A block cannot shrink, and only its maker can write to it. So reading a block cannot end a process by SIGBUS, and a
 third process cannot change a message that is being sealed or opened. The kernel frees blocks when their processes end.
@@ -26,13 +30,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import BytesLike, fresh_memory
+from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports import _zeromq, ipc
-from fedmq.wire.transports.base import Connection, Listener, Transport
 
 #: Size from which a body is put into a block [bytes]; smaller ones travel as fast through the socket.
 LEAST_BYTES = 1 << 20
@@ -49,11 +51,15 @@ _LINGER_S = 2.0
 #: Linux's ``F_SEAL_FUTURE_WRITE``, which Python does not define.
 _FUTURE_WRITE = 0x10
 _KEPT = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-#: First byte of frame 0: frame 1 is the body, or the name of a block.
-_BODY, _NAMED = b"\0", b"\1"
-#: A block's name: process, descriptor and inode of the block, the same two of the marks, number of the mark, of the
-#: message, size of the body [bytes].
-_NAME = struct.Struct(">8Q")
+#: Before the first frame: flags, and the sender's process.
+PREFIX = struct.Struct(">BI")
+#: Flags: the last frame is the name of a block; the sender can open the receiver's blocks.
+NAMED, READS = 1, 2
+#: A block's name: descriptor and inode of the block, the same two of the marks, number of the mark, of the message,
+#: size of the body [bytes].
+_NAME = struct.Struct(">7Q")
+#: Peers of which an end knows whether they can open blocks.
+_MOST_PEERS = 1 << 14
 _Marks = npt.NDArray[np.uint64]
 
 
@@ -158,25 +164,26 @@ class Blocks:
             return None
         return self._blocks[-1]
 
-    def send(self, frames: Sequence[BytesLike], peer: bytes | int, put: Callable[[Sequence[BytesLike]], bool]) -> bool:
-        """Send a message with ``put``; of a last frame in a block from :meth:`room`, only the block's name is sent."""
-        header, *between, body = frames
+    def named(self, body: BytesLike, peer: bytes | int) -> tuple[bytes, Callable[[], None]] | None:
+        """The name of the block from :meth:`room` that holds a body, and what to call once it is sent to a peer.
+
+        None if the body is in no block, or too many messages are unread.
+        """
         view = memoryview(body)
         whole = isinstance(view.obj, np.ndarray) and view.obj.nbytes == view.nbytes
         block = next((block for block in self._blocks if whole and block.given() is view.obj), None)
         if block is not None and not self._free_marks:
             self._note_read()
         if block is None or self._marked is None or not self._free_marks:
-            return put([_BODY + bytes(header), *between, body])
+            return None
         number, mark, own, marks = self._sent + 1, self._free_marks[-1], block.memfd, self._marked
-        name = _NAME.pack(
-            os.getpid(), own.descriptor, own.inode, marks.descriptor, marks.inode, mark, number, view.nbytes
-        )
-        if not put([_NAMED + bytes(header), *between, name]):
-            return False
-        self._sent = number
-        block.unread.append(_Unread(self._free_marks.pop(), number, peer))
-        return True
+
+        def sent() -> None:
+            self._sent = number
+            block.unread.append(_Unread(self._free_marks.pop(), number, peer))
+
+        places = own.descriptor, own.inode, marks.descriptor, marks.inode
+        return _NAME.pack(*places, mark, number, view.nbytes), sent
 
     def close(self) -> None:
         """Wait at most two seconds until all messages are read, then close the blocks; no peer can open them again."""
@@ -228,8 +235,7 @@ class _Mapped:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            need = "shm:// needs both processes on one machine, of one user and in one container"
-            raise RemoteWireError(Reason.MALFORMED, f"block {self.path}: {error}; {need}") from error
+            raise RemoteWireError(Reason.MALFORMED, f"block {self.path}: {error}") from error
 
     def _problem(self, descriptor: int) -> str:
         """What is wrong with the opened file; empty if nothing is."""
@@ -259,23 +265,16 @@ class MappedBlocks:
         self._max_body = max_body
         self._mapped: dict[_Mapped, mmap.mmap] = {}  # the one used last is the last
 
-    def frames(self, frames: list[memoryview]) -> list[memoryview]:
-        """The frames of a received message; a body in a block stays valid as long as a view of it exists.
+    def body(self, process: int, name: memoryview) -> memoryview:
+        """The body in a block of a process; it stays valid as long as a view of it exists.
 
         Raises:
             RemoteWireError: ``malformed`` or ``oversized``: no name of a block, or not one of this user, sealed and as
                 large as the body.
         """
-        first, *between, body = frames
-        mark = bytes(first[:1])
-        if mark not in (_BODY, _NAMED):
-            raise RemoteWireError(Reason.MALFORMED, "a frame that does not say where its body is")
-        return [first[1:], *between, body if mark == _BODY else self._body(body)]
-
-    def _body(self, name: memoryview) -> memoryview:
         if name.nbytes != _NAME.size:
             raise RemoteWireError(Reason.MALFORMED, f"the name of a block has {name.nbytes} bytes, not {_NAME.size}")
-        process, descriptor, inode, marks_descriptor, marks_inode, place, number, size = _NAME.unpack(name)
+        descriptor, inode, marks_descriptor, marks_inode, place, number, size = _NAME.unpack(name)
         if size > self._max_body:
             raise RemoteWireError(Reason.OVERSIZED, f"a body of {size} bytes in a block, allowed {self._max_body}")
         marks = self._map(_Mapped(process, marks_descriptor, marks_inode, marks=True))
@@ -304,87 +303,65 @@ def _mark_read(mark: npt.NDArray[np.uint64], number: np.uint64) -> None:
     mark[0] = max(mark[0], number)
 
 
-class ShmListener(Listener):
-    """A listener whose peers are processes of the same user on the same machine."""
+@dataclass(frozen=True)
+class _Peer:
+    """What an end knows of a peer from its last message."""
 
-    shares = True
-
-    def __init__(self, inner: _zeromq.ZeroMQListener, uri: str, max_frame: int) -> None:
-        self._inner, self.uri = inner, uri
-        self._blocks, self._mapped = Blocks(inner.connected), MappedBlocks(max_frame)
-
-    @override
-    def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        received = self._inner.receive(timeout_s)
-        return None if received is None else (received[0], self._mapped.frames(received[1]))
-
-    @override
-    def room(self, size: int) -> memoryview:
-        return self._blocks.room(size)
-
-    @override
-    def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        return self._blocks.send(frames, peer, lambda named: self._inner.send(peer, named))
-
-    @override
-    def cut(self, peer: bytes) -> None:
-        self._inner.cut(peer)
-
-    @override
-    def close(self) -> None:
-        self._blocks.close()
-        self._inner.close()
+    process: int = 0  # as the peer states it
+    readable: bool = False  # whether the peer's blocks can be opened here
+    reads: bool = False  # whether the peer says that it can open the blocks of this end
 
 
-class ShmConnection(Connection):
-    """A connection to a listener of the same user on the same machine."""
+class SharedMemory:
+    """The blocks of both directions at one end.
 
-    def __init__(self, inner: Connection, uri: str, max_frame: int) -> None:
-        self._inner, self.uri = inner, uri
-        self._blocks, self._mapped = Blocks(lambda number: number == self._number()), MappedBlocks(max_frame)
+    Args:
+        connected: whether a peer's connection is still open.
+        max_body: maximum size of an accepted body [bytes].
+    """
 
-    def _number(self) -> int:
-        """Number of the connection by which a message that is sent now travels."""
-        return max(1, self._inner.established())
+    def __init__(self, connected: Callable[[Any], bool], max_body: int) -> None:
+        self._blocks, self._mapped = Blocks(connected), MappedBlocks(max_body)
+        self._peers = BoundedDict[bytes | int, _Peer](_MOST_PEERS)
+        self.room, self.close = self._blocks.room, self._blocks.close
 
-    @override
-    def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        frames = self._inner.receive(timeout_s)
-        return None if frames is None else self._mapped.frames(frames)
+    def send(self, frames: Sequence[BytesLike], peer: bytes | int, put: Callable[[Sequence[BytesLike]], bool]) -> bool:
+        """Send a message with ``put``; of a body in a block, only the name, if the peer can open it."""
+        header, *rest = frames
+        known = self._peers.get(peer, _Peer())
+        found = self._blocks.named(rest[-1], peer) if known.reads else None
+        flags = READS if known.readable else 0
+        if found is None:
+            return put([PREFIX.pack(flags, os.getpid()) + bytes(header), *rest])
+        name, sent = found
+        if not put([PREFIX.pack(flags | NAMED, os.getpid()) + bytes(header), *rest[:-1], name]):
+            return False
+        sent()
+        return True
 
-    @override
-    def room(self, size: int) -> memoryview:
-        return self._blocks.room(size)
+    def received(self, frames: list[memoryview], peer: bytes | int, process: int) -> list[memoryview]:
+        """The frames of a message, with its body; ``process`` is at the other end of the connection, 0 if unknown.
 
-    @override
-    def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        return self._blocks.send(frames, self._number(), lambda named: self._inner.send(named, timeout_s))
-
-    @override
-    def wake(self) -> None:
-        self._inner.wake()
-
-    @override
-    def established(self) -> int:
-        return self._inner.established()
-
-    @override
-    def reconnect(self) -> None:
-        self._inner.reconnect()
-
-    @override
-    def close(self) -> None:
-        self._blocks.close()
-        self._inner.close()
-
-
-def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    ipc.require_free(uri)
-    return ShmListener(_zeromq.bind("ipc" + uri.removeprefix("shm"), max_frame, queue), uri, max_frame)
-
-
-def _connect(uri: str, max_frame: int, queue: int) -> Connection:
-    return ShmConnection(_zeromq.dial("ipc" + uri.removeprefix("shm"), max_frame, queue), uri, max_frame)
+        Raises:
+            RemoteWireError: ``malformed`` or ``oversized``: a wrong prefix, or a block that must not be used.
+        """
+        first, *between, body = frames
+        if first.nbytes < PREFIX.size:
+            raise RemoteWireError(Reason.MALFORMED, "a frame that does not say where its body is")
+        flags, stated = PREFIX.unpack(first[: PREFIX.size])
+        if flags & ~(NAMED | READS):
+            raise RemoteWireError(Reason.MALFORMED, f"a frame with the unknown flags {flags}")
+        known = self._peers.get(peer)
+        readable = known.readable if known and known.process == stated else stated == process and _may_read(stated)
+        self._peers[peer] = _Peer(stated, readable, bool(flags & READS))
+        if flags & NAMED and not readable:
+            raise RemoteWireError(Reason.MALFORMED, f"a block of process {stated}, which cannot be opened here")
+        return [first[PREFIX.size :], *between, self._mapped.body(stated, body) if flags & NAMED else body]
 
 
-TRANSPORT = Transport("shm://PATH", ipc.check, _listen, _connect)
+def _may_read(process: int) -> bool:
+    """Whether a process has this one's user and its numbers of processes, and lets this one open its files."""
+    try:
+        return Path(f"/proc/{process}/ns/pid").readlink() == Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return False

@@ -55,25 +55,15 @@ def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
 
 @dataclass(frozen=True)
 class Roster:
-    """Size of a run of RCSR on synthetic features.
-
-    Args:
-        silos: number of silos.
-        items: number of training items of all silos together.
-        width: of images and texts, which decides about the size of the model.
-        rounds: number of rounds.
-        selected: number of silos that train in each round.
-        missing: share of the silos with one modality.
-        test: number of test items; at least one for each silo.
-    """
+    """Size of a run of RCSR on synthetic features."""
 
     silos: int
-    items: int
-    width: int
+    items: int  # number of training items of all silos together
+    width: int  # of images and texts, which decides about the size of the model
     rounds: int
-    selected: int
-    missing: float = 0.5
-    test: int = 20
+    selected: int  # number of silos that train in each round
+    missing: float = 0.5  # share of the silos with one modality
+    test: int = 20  # number of test items; at least one for each silo
 
 
 def roster_scenario(folder: Path, roster: Roster) -> Path:

@@ -52,14 +52,9 @@ from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
 
 @dataclass(frozen=True)
 class PublicItems:
-    """The public items, and the coordinator's model of a method whose coordinator trains on them.
+    """The public items, and the coordinator's model of a method whose coordinator trains on them."""
 
-    Args:
-        dataset: the items, in both modalities.
-        context: context of the run.
-    """
-
-    dataset: SiloDataset
+    dataset: SiloDataset  # the items, in both modalities
     context: Context
 
     @classmethod

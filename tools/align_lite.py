@@ -315,19 +315,12 @@ def all_texts(cache: Path, wanted: set[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Training data.
+    """Training data."""
 
-    Args:
-        images: float [n, features].
-        image_of: int64 [n], concept of each drawing.
-        texts: float32 [m, features].
-        text_of: int64 [m], concept of each text.
-    """
-
-    images: Tensor
-    image_of: Tensor
-    texts: Tensor
-    text_of: Tensor
+    images: Tensor  # float [n, features]
+    image_of: Tensor  # int64 [n], concept of each drawing
+    texts: Tensor  # float32 [m, features]
+    text_of: Tensor  # int64 [m], concept of each text
 
 
 def load_pairs(cache: Path, without: set[str]) -> Pairs:

@@ -60,19 +60,12 @@ class MethodFacts:
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """Facts of a scenario's objective that do not depend on the data.
+    """Facts of a scenario's objective that do not depend on the data."""
 
-    Args:
-        options: all options including defaults, as plain data.
-        on_features: it is defined only on frozen features, so that no encoder can be trained with it.
-        hashes: it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``.
-        contrasts: it only contrasts the items of a batch, so that a batch of one teaches nothing.
-    """
-
-    options: Mapping[str, object]
-    on_features: bool
-    hashes: bool
-    contrasts: bool = False
+    options: Mapping[str, object]  # all options including defaults, as plain data
+    on_features: bool  # it is defined only on frozen features, so that no encoder can be trained with it
+    hashes: bool  # it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``
+    contrasts: bool = False  # it only contrasts the items of a batch, so that a batch of one teaches nothing
 
 
 class Known(Protocol):
@@ -90,17 +83,11 @@ class Known(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A scenario file, read and validated against the schema.
-
-    Args:
-        file: the file.
-        scenario: with settings applied; names are not looked up yet.
-        overridden: keys given with ``--set``, for the place in errors.
-    """
+    """A scenario file, read and validated against the schema."""
 
     file: Path
-    scenario: Scenario
-    overridden: tuple[str, ...] = ()
+    scenario: Scenario  # with settings applied; names are not looked up yet
+    overridden: tuple[str, ...] = ()  # keys given with ``--set``, for the place in errors
 
     def place(self, key: str) -> str:
         """File, line and key, or the setting that gave the key; ``key`` is e.g. ``partition.alpha``."""

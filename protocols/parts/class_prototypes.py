@@ -73,19 +73,12 @@ def global_means(prototypes: Tensor, counts: Tensor, *, weighted: bool) -> tuple
 
 @dataclass(frozen=True)
 class Shared:
-    """Global prototypes at a silo, on the model's device.
+    """Global prototypes at a silo, on the model's device."""
 
-    Args:
-        image: float32 [C, d].
-        text: float32 [C, d].
-        image_valid: bool [C].
-        text_valid: bool [C].
-    """
-
-    image: Tensor
-    text: Tensor
-    image_valid: Tensor
-    text_valid: Tensor
+    image: Tensor  # float32 [C, d]
+    text: Tensor  # float32 [C, d]
+    image_valid: Tensor  # bool [C]
+    text_valid: Tensor  # bool [C]
 
 
 def payload(prototypes: Tensor, counts: Tensor, modality: str = "both") -> ClassPrototypes:

@@ -61,21 +61,13 @@ def beside(
 
 @dataclass(frozen=True)
 class Interleaved(Work):
-    """Work on pairs and on unpaired items, their batches in a random order.
+    """Work on pairs and on unpaired items, their batches in a random order."""
 
-    Args:
-        pairs: the work on the n pairs, or None.
-        size: n.
-        parts: the work on each kind of unpaired items, with the view it was made for.
-        batch_size: the scenario's batch size.
-        own: generators of the order of batches, and of each part's items, by modality.
-    """
-
-    pairs: Work | None
-    size: int
-    parts: tuple[tuple[Local, Work], ...]
+    pairs: Work | None  # the work on the n pairs, or None
+    size: int  # n
+    parts: tuple[tuple[Local, Work], ...]  # the work on each kind of unpaired items, with the view it was made for
     batch_size: int
-    own: dict[str, np.random.Generator]
+    own: dict[str, np.random.Generator]  # generators of the order of batches, and of each part's items, by modality
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """The steps of all parts; each part's steps are in its own order."""

@@ -159,12 +159,7 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
 
 
 def rises(points: Sequence[Point], cost: str) -> Iterator[tuple[float, Point, Point]]:
-    """For each point its cost per unit as a multiple of the least before it, the point of that least, and the point.
-
-    Args:
-        points: ascending by size.
-        cost: attribute of a point.
-    """
+    """For each point its cost per unit as a multiple of the least before it, the point of that least, and the point."""
     for number, point in enumerate(points[1:], 1):
         cheapest = min(points[:number], key=lambda each: _per_unit(each, cost))
         yield _per_unit(point, cost) / _per_unit(cheapest, cost), cheapest, point

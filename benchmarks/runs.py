@@ -88,14 +88,7 @@ def roster_scenario(folder: Path, roster: Roster) -> Path:
 
 
 def synthetic_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
-    """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them.
-
-    Args:
-        path: of the file, ``.npz``.
-        train: number of training items.
-        test: number of test items.
-        width: of images and texts.
-    """
+    """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them."""
     generator = np.random.default_rng(0)
     latent = generator.standard_normal((train + test, width), dtype=np.float32)
     noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
@@ -108,13 +101,6 @@ def simulated(
     scenario: Path, out: Path, *settings: str, options: Sequence[str] = (), limit_s: float = 300.0
 ) -> dict[str, Any]:
     """Run ``fedmq scenario`` and return its summary.
-
-    Args:
-        scenario: its file.
-        out: the run folder, new.
-        settings: ``key=value`` arguments of ``--set``.
-        options: further options of the command.
-        limit_s: time limit [s].
 
     Raises:
         subprocess.SubprocessError: the run failed or exceeded the time limit.

@@ -81,12 +81,6 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
 def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
     """Check that a method is consistent with its traits.
 
-    Args:
-        name: name of the method, for the error.
-        method: created with ``options`` and ``context``.
-        options: options of the run.
-        context: context of the run.
-
     Raises:
         InputError: a trait contradicts the method's functions or another trait, or the method keeps no options.
     """

@@ -61,11 +61,6 @@ class PublicItems:
     def of(cls, context: Context, name: str, instead: str) -> PublicItems:
         """The public items of a run.
 
-        Args:
-            context: context of the run.
-            name: the method that needs them.
-            instead: a method to use without them.
-
         Raises:
             InputError: the data set marks no public items.
         """

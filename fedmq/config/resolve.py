@@ -156,11 +156,6 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
 def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:
     """Validate a raw scenario.
 
-    Args:
-        raw: the scenario with settings applied.
-        path: its file.
-        overridden: keys given with ``--set``.
-
     Raises:
         InputError: a key or value is not allowed; the place is in ``path``.
     """

@@ -419,12 +419,7 @@ def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
 
 
 def shown(values: Mapping[str, float], custom: Sequence[Metric] = ()) -> list[Metric]:
-    """Entries of the measured values that tables and curves show, in the order of the values.
-
-    Args:
-        values: values by name.
-        custom: entries of user-defined metrics.
-    """
+    """Entries of the measured values that tables and curves show, in the order of the values."""
     found = (_built_in(name) or _found(name, custom) for name in values)
     return [metric for metric in found if metric is not None and metric.shown]
 

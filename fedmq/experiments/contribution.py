@@ -37,11 +37,6 @@ Silos = frozenset[str]
 def require_silos(scenario: Scenario, folder: RunFolder, names: Collection[str]) -> None:
     """Refuse a run that cannot be repeated here without some silos.
 
-    Args:
-        scenario: the run's scenario.
-        folder: its folder.
-        names: the silos that are to be left out.
-
     Raises:
         InputError: the sites have their own data, the run cannot be repeated bit for bit, or a name is not that of a
             silo of the run.

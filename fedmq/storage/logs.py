@@ -208,11 +208,6 @@ class ErrorFile:
     def add(self, error: Exception, name: str, what: str) -> str:
         """Append the traceback of an error that was caught; it is printed if that fails.
 
-        Args:
-            error: the error.
-            name: name of the process.
-            what: what failed, e.g. the task.
-
         Returns:
             The file; empty if it could not be written.
         """

@@ -147,13 +147,7 @@ class MessageLog:
         return None if self._signer is None else bytes.fromhex(self.head)
 
     def start(self, identity: Identity, accepted: Mapping[str, Ed25519PublicKey], facts: StartFacts) -> None:
-        """Record what this process declares at its start; from here on it signs its log.
-
-        Args:
-            identity: its name and key.
-            accepted: public keys that it accepts, by name.
-            facts: facts of the run.
-        """
+        """Record what this process declares at its start; from here on it signs its log."""
         # All others exchange messages with the coordinator alone; a thousand silos need not list a thousand keys each.
         peers = sorted(accepted) if self.process == COORDINATOR else [COORDINATOR]
         self._append(

@@ -146,11 +146,7 @@ def peak_memory(device: str) -> Iterator[list[float]]:
 
 
 def _run(bench: Bench, out: str, *settings: str) -> tuple[dict[str, Any], float]:
-    """Run rcsr_mr50_clip with random weights on synthetic images.
-
-    Returns:
-        The summary, and the peak memory of the device [GiB].
-    """
+    """Run rcsr_mr50_clip on synthetic images: its summary, and the peak memory of the device [GiB]."""
     manifest = bench.folder / "list.csv"
     if not manifest.exists():
         synthetic_manifest(bench.folder, bench.size.images)

@@ -342,13 +342,10 @@ class TwoTower(nn.Module):
         return code if self.bank is None else self.bank.images(code)
 
     def caption(self, x: Tensor) -> Tensor:
-        """Embed captions.
+        """Embed captions: float32 [B, d], as :meth:`image`.
 
         Args:
             x: float32 features [B, d_t]; with adapters in the blocks int32 token ids [B, 77].
-
-        Returns:
-            float32 [B, d], as :meth:`image`.
 
         Raises:
             RuntimeError: the model was built without the frozen weights of the text tower.

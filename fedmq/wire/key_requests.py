@@ -95,16 +95,13 @@ class Acceptance(Enum):
 def new_request(
     directory: Path, name: str, passphrase: bytes | None = None, *, replace: bool = False
 ) -> tuple[Path, KeyRequest]:
-    """Create a private key and the request to accept it, ``NAME.request``.
+    """Create a private key and the request to accept it, ``NAME.request``; returns that file and its content.
 
     Args:
         directory: folder of keys; created if missing.
         name: name of the process.
         passphrase: encrypts the private key.
         replace: replaces the present key, which signs the request.
-
-    Returns:
-        The request file, and its content.
 
     Raises:
         InputError: the name is not allowed, has a key (or none to replace), or the folder cannot be written.

@@ -37,7 +37,7 @@ def modality_of(view: Local) -> Modality:
 def beside(
     pairs: Work | None, local: Local, context: Context, task: Task, work_of: Callable[[Local], Work | None]
 ) -> Work | None:
-    """The training of a silo's pairs together with that of its unpaired items.
+    """A silo's training on pairs together with that on unpaired items; ``pairs`` itself without any of those.
 
     Args:
         pairs: the work on the dataset; None if there is nothing to minimise.
@@ -45,9 +45,6 @@ def beside(
         context: context of the run.
         task: seeds the order of the unpaired items.
         work_of: the work on one of :func:`views`; None if it has nothing to minimise yet.
-
-    Returns:
-        ``pairs`` itself for a silo without unpaired items.
     """
     parts = tuple((view, work) for view in views(local) if (work := work_of(view)) is not None)
     if not parts:

@@ -25,17 +25,7 @@ import protocols
 from fedmq.config.resolve import load
 from fedmq.config.scenario import ProtocolChoice, Scenario
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import (
-    Context,
-    FederatedProtocol,
-    Local,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    Update,
-    take,
-)
+from fedmq.federation.protocol import Context, FederatedProtocol, Local, SiloFacts, State, Task, Trained, Update, take
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.payloads import Model
 from protocols.fedavg import AnchoredFedAvg

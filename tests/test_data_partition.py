@@ -363,9 +363,7 @@ def test_a_validation_share_is_disjoint_from_the_rows_trained_on_and_leaves_one(
 
 
 @given(flags)
-def test_a_silo_without_a_pair_trains_the_modality_of_which_it_has_more(
-    present: list[tuple[bool, bool]],
-) -> None:
+def test_a_silo_without_a_pair_trains_the_modality_of_which_it_has_more(present: list[tuple[bool, bool]]) -> None:
     rows, table = np.arange(len(present)), np.array(present)
     image, text = modalities_held(rows, table, image=True, text=True)
     assert image or text
@@ -434,10 +432,7 @@ def test_features_of_an_absent_modality_may_hold_anything_and_become_zero(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present"),
-    ],
+    ("more", "expected"), [({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present")]
 )
 def test_wrong_declarations_of_absent_features_are_refused(
     more: dict[str, np.ndarray], expected: str, tmp_path: Path

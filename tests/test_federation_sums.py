@@ -181,10 +181,7 @@ def test_concentrated_privacy_gives_an_upper_bound_of_the_gaussian_s_epsilon() -
     [
         ("{clip_norm: 1.0, adaptive_clip: {}}", "adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation"),
         ("{secure_aggregation: true, adaptive_clip: {}}", "adaptive_clip needs privacy.clip_norm and"),
-        (
-            f"{{{NOISY}, adaptive_clip: {{}}, budget: {{epsilon: 9}}}}",
-            "both above 0 or both 0",
-        ),
+        (f"{{{NOISY}, adaptive_clip: {{}}, budget: {{epsilon: 9}}}}", "both above 0 or both 0"),
     ],
 )
 def test_adaptive_clipping_needs_a_sum_and_counts_in_a_budget(tiny: Path, privacy: str, why: str) -> None:

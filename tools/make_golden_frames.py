@@ -194,13 +194,7 @@ def golden_session(name: str, options: Wire = _NOTHING_HIDDEN) -> Session:
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
     return Session(
-        run=RUN,
-        name=name,
-        peer=peer,
-        session=SESSION,
-        send_key=keys[0],
-        receive_key=keys[1],
-        options=options,
+        run=RUN, name=name, peer=peer, session=SESSION, send_key=keys[0], receive_key=keys[1], options=options
     )
 
 

@@ -156,13 +156,7 @@ def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRu
 
 
 def run_of(
-    entry: Entry,
-    chosen: Settings,
-    seed: int,
-    place: Workplace,
-    *,
-    trial: bool = False,
-    rounds: int | None = None,
+    entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False, rounds: int | None = None
 ) -> Run:
     """The run of a row with the chosen settings; prepares its data in the cache."""
     split = ["evaluation.split=val", "evaluation.every=0", "evaluation.personal_every=0"] if trial else []

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.spatial.distance import jensenshannon
 
 from fedmq.config.scenario import Backbone, Data, Partition
 from fedmq.config.sections import MissingModality
@@ -443,6 +442,8 @@ def test_wrong_declarations_of_absent_features_are_refused(
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_the_divergence_of_a_silos_labels_is_the_one_of_scipy(counts: list[list[int]]) -> None:
+    from scipy.spatial.distance import jensenshannon
+
     arrays = [np.array(row, np.int64) for row in counts]
     found, whole = label_divergences(arrays), np.sum(arrays, axis=0)
     for own, value in zip(arrays, found, strict=True):

@@ -285,9 +285,11 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
     shared = any(kinds & set(UPDATES) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
+        sums = " Secure sums leave out what would single a silo out; see branches_left_alone in metrics.jsonl."
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
-            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
+            "method trains on send zeros, as do silos with learning rate 0; see loss in metrics.jsonl."
+            + (sums if run_context.scenario.privacy.secure_aggregation is not None else "")
         )
     config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.

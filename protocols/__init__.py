@@ -15,10 +15,13 @@ from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits
+from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits, defines_sum
 from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
 from fedmq.wire.payloads import PartialDelta
 from protocols import objectives
+from protocols.parts.aggregation import no_sum
+
+_MORE_THAN_A_SUM = "its merge is more than a weighted sum of the updates"
 
 
 def class_problem(found: object) -> str | None:
@@ -221,6 +224,8 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
         personal_only=traits.personal_only,
         needs_public=traits.needs_public,
         weighs_single_silos=traits.weighs_single_silos,
+        adapter=traits.adapter,
+        no_sum=no_sum(getattr(options, "branch_renorm", True)) if defines_sum(kind) else _MORE_THAN_A_SUM,
         without_effect=tuple(without_effect(options, around)),
         begins=tuple(beginnings(options, around)),
         preset={key: preset[key] for key in others},

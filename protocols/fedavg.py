@@ -150,10 +150,6 @@ class FedAvg(FederatedProtocol):
         """The whole update."""
         return SumLayout(self.context.layout, None, self.branches)
 
-    def no_sum(self) -> str:
-        """Why a merge without conflicts is no sum."""
-        return aggregation.no_sum(self.options.branch_renorm)
-
     def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
         """The result of a merge from its parameters [P], its replies and their weights float64 [M]."""
         return MergeResult(State(theta, state.tensors, state.values))

@@ -239,16 +239,11 @@ class WeightedSum:
     finish: Callable[[Added], MergeResult]  # the merge's result
 
 
-def why_no_sum(method: FederatedProtocol) -> str:
-    """Why merges of a method are no secure sum; empty if they are.
+def defines_sum(kind: type[FederatedProtocol]) -> bool:
+    """Whether a method defines a secure sum, at least with some of its options.
 
     A class that overrides ``merge`` alone merges in another way than the ``weigh`` that it inherits.
     """
-    return method.no_sum() if defines_sum(type(method)) else "its merge is more than a weighted sum of the updates"
-
-
-def defines_sum(kind: type[FederatedProtocol]) -> bool:
-    """Whether a method defines a secure sum, at least with some of its options."""
     merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
     return weighing is not FederatedProtocol and merging in weighing.__mro__
 
@@ -294,6 +289,7 @@ class Traits:
             ``aggregation.single_weight`` applies.
         completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
         exact_updates: the method needs updates as they were trained, without clipping, noise and compression.
+        adapter: the ``backbone.adapter`` whose layers the method averages; None if it works with any.
     """
 
     pooled: bool = False
@@ -311,6 +307,7 @@ class Traits:
     weighs_single_silos: bool = True
     completes_items: bool = False
     exact_updates: bool = False
+    adapter: Literal["mma", "lora"] | None = None
 
 
 @dataclass(frozen=True)
@@ -394,7 +391,7 @@ class FederatedProtocol(ABC):
         raise NotImplementedError
 
     def no_sum(self) -> str:
-        """Which of its options a secure sum does not allow, and why; empty if there are none."""
+        """Why a secure sum is not possible with these options or data, besides ``branch_renorm``; empty if it is."""
         return ""
 
     @classmethod

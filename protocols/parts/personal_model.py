@@ -352,10 +352,6 @@ class PartialFedAvg(FederatedProtocol):
     def sum_layout(self) -> SumLayout:
         return self.fedavg.anchoring.sum_layout(SumLayout(self.context.layout, self.shared, self.branches))
 
-    @override
-    def no_sum(self) -> str:
-        return self.fedavg.no_sum()
-
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""
         return encoders_of(local, self.parameters(local, payloads))

@@ -139,7 +139,8 @@ def run_coordinator(
         roster: Peers
         if peers is not None and population is not None:
             log.note(LogEvent.INLINE)
-            roster = InProcessPeers(peers(population), run.id, log, clock, folder)
+            functions = peers(population)
+            roster = closing.enter_context(contextlib.closing(InProcessPeers(functions, run.id, log, clock, folder)))
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=len(scenario.silo_names))

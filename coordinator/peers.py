@@ -237,7 +237,10 @@ class InProcessPeers(Peers):
     def _compute(self, request: Message) -> tuple[Payload, ...]:
         name = request.header.receiver
         with party(name):
-            return self._peers.answers[name](request)
+            payloads = self._peers.answers[name](request)
+        for payload in payloads:
+            _ = payload.largest  # kept for :meth:`take`
+        return payloads
 
     @override
     def take(self, address: bytes, frames: Sequence[Any], header: Header | None = None) -> Any:

@@ -38,7 +38,7 @@ from fedmq.launch.interrupts import until_stopped
 from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting, raise_reported
 from fedmq.launch.remote_peer import Cluster, refuse_local_only
 from fedmq.models.two_tower import TwoTower
-from fedmq.profiling import party, span
+from fedmq.profiling import RECORDER, party, span
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
@@ -151,14 +151,14 @@ def simulate(
 
 @span("data")
 def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> PeerFunctions:
-    """The evaluator and every silo of a run as functions; as many at a time as the scenario has slots, on CPU cores.
+    """The evaluator and every silo of a run as functions; on CPU cores, as many at a time as the scenario has slots.
 
     Each thread computes as a silo's process does, with one torch thread. Silos share the models, one for each thread,
     in turn. A silo's data are loaded with its first message.
     """
     scenario = run.scenario
     device = device_of(scenario.device)
-    threads = inline_threads(scenario, device)
+    threads = 1 if RECORDER.on else inline_threads(scenario, device)  # a profile has one party at work at a time
     models: queue.SimpleQueue[TwoTower] = queue.SimpleQueue()
     for _ in range(threads):
         models.put(population.build_model(scenario, device, ("image", "text"), initial=False))

@@ -137,6 +137,9 @@ class Peers(ABC):
     def settle(self) -> None:  # noqa: B027 - silos of other processes reply only once their states are on disk
         """Wait until the personal states of silos whose replies have arrived are on disk."""
 
+    def close(self) -> None:  # noqa: B027 - peers of other processes close their own
+        """Wait for the answers that are being computed in this process; no others are begun."""
+
     def note_unlogged(self) -> None:  # noqa: B027 - nothing is left to log where every refusal is
         """Log the number of refusals that were counted but not logged since the last call."""
 
@@ -173,8 +176,8 @@ class InProcessPeers(Peers):
         self._joined: set[str] = set()
         self._begun: dict[str, Future[tuple[Payload, ...]]] = {}  # the first unread answer of each peer
 
+    @override
     def close(self) -> None:
-        """Wait for the answers that are being computed; no others are begun."""
         if self._peers.pool is not None:
             self._peers.pool.shutdown(cancel_futures=True)
 

@@ -7,7 +7,7 @@ decoding, digests and the audit's policy all use this declaration.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -66,17 +66,13 @@ class Payload:
     def largest(self) -> float:
         """Largest magnitude in a model or an update, found once; NaN or infinite if a value is; 0 in other payloads."""
         bulk = [getattr(self, name) for name, spec in self.FIELDS.items() if isinstance(spec, Tensor) and spec.bulk]
-        blocks = (block for array in bulk for block in _blocks(array.reshape(-1)))
+        flat = [array.reshape(-1) for array in bulk]
+        blocks = (each[start : start + _BLOCK] for each in flat for start in range(0, each.size, _BLOCK))
         return float(np.max([(-block.min(initial=0), block.max(initial=0)) for block in blocks], initial=0.0))
 
 
 #: Numbers in a block that a core's cache keeps for a second pass.
 _BLOCK = 1 << 17
-
-
-def _blocks(flat: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Parts [up to :data:`_BLOCK`] of an array [n], without copies."""
-    return (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)

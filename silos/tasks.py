@@ -150,6 +150,10 @@ class Silo:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
 
+    def lend(self, model: TwoTower) -> None:
+        """Compute with this model from now on; silos of one process share their models."""
+        self._shared = self.model = model
+
     def local(self, state: Mapping[str, torch.Tensor]) -> Local:
         """What the method trains with, given the silo's personal tensors."""
         own = updates.of_method(state, self.scenario.compression.updates)

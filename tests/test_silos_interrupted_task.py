@@ -14,7 +14,7 @@ from silos import personal_state
 from tests.in_process_run import run
 from tests.threaded_run import resolved
 
-SETTINGS = ("rounds=2", "training.warmup_rounds=1", "training.local_epochs=4", "launcher=inline")
+SETTINGS = ("rounds=2", "training.warmup_rounds=1", "training.local_epochs=4", "launcher=inline", "silos.slots=1")
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,13 @@ class Payload:
     def largest(self) -> float:
         """Largest magnitude in a model or an update, found once; NaN or infinite if a value is; 0 in other payloads."""
         bulk = [getattr(self, name) for name, spec in self.FIELDS.items() if isinstance(spec, Tensor) and spec.bulk]
-        return float(np.max([(-array.min(initial=0), array.max(initial=0)) for array in bulk], initial=0.0))
+        flat = [array.reshape(-1) for array in bulk]
+        blocks = (each[start : start + _BLOCK] for each in flat for start in range(0, each.size, _BLOCK))
+        return float(np.max([(-block.min(initial=0), block.max(initial=0)) for block in blocks], initial=0.0))
+
+
+#: Numbers in a block that a core's cache keeps for a second pass.
+_BLOCK = 1 << 17
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)

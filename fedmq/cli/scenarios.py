@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages in the block without garbage collections, which would take a fifth of the time."""
+    """Import large packages in the block without garbage collections, which would take a fifth of the time.
+
+    Afterwards they are excluded from collections: the first one would look through all that was imported.
+    """
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 

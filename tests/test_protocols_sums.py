@@ -49,7 +49,12 @@ def test_the_methods_with_a_sum() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, OPTIONS.get(name)) for name in ALL), ("rcsr", {"router": False}), ("rcsr", {"router": "uniform"})],
+    [
+        *((name, OPTIONS.get(name)) for name in ALL),
+        ("rcsr", {"router": False}),
+        ("rcsr", {"router": "uniform"}),
+        ("rcsr", {"router_at": "silos"}),
+    ],
 )
 def test_a_sum_is_the_plain_merge_but_for_fixed_point(
     tiny: Path, tmp_path: Path, name: str, options: Mapping[str, object] | None

@@ -39,6 +39,8 @@ _MIXES = ("mix.image", "mix.text", "direction", "token")
 _LOSSES = ("loss.paired", "loss.image", "loss.text")
 #: Numbers of the token's row: those of a token without its prototypes, then the score, then log g.
 _SCORE, _LOG, _NUMBERS = 8, 9, 10
+#: Gradients are divided by this norm, and longer ones by their own; Adam takes no notice of a constant factor.
+_LONGEST = 16.0
 #: State tensor: the sums of :data:`_MIXES` when they were last known: the sum of the weights, and of what they weigh.
 _MIX = "router_mix"
 #: Personal tensor: log q of the silo, relative to a silo of average loss.
@@ -164,7 +166,7 @@ class SiloRouter:
         gradient = torch.zeros(self.layout.size)
         if self._rate(task.round) and heard.known:
             gradient = g * self._gradient(heard, tokens, own, silo, task, score)
-            gradient /= torch.linalg.vector_norm(gradient).clamp_min(1.0)  # so that no value is above 1
+            gradient /= torch.linalg.vector_norm(gradient).clamp_min(_LONGEST)  # so that no value is above 1
         held = torch.tensor([int(name in rows) for name in self.names])
         sent = torch.stack([self._row(*rows.get(name, (0.0, torch.zeros(0)))) for name in self.names])
         update = Delta(self.context.layout.digest, (found.delta * u).numpy(), found.samples)
@@ -244,6 +246,8 @@ class SiloRouter:
     def initial(self) -> dict[str, Tensor]:
         """State tensors beside the global prototypes: the router, the last sums, and the groups' mean losses."""
         values = router.initial(self.layout, torch_generator(self.context.seed, "rcsr", "router"))
+        # All scores are 0 at first, as most scores of a random router would be at their bound.
+        router.views(values, self.layout)["score.weight"].zero_()
         moments = {name: torch.zeros_like(values) for name in ("router_first", "router_second")}
         groups = {name: tensor for name, tensor in fairness.initial(1).items() if name != "fair_log_q"}
         return {"router": values, **moments, **groups, _MIX: torch.zeros(len(_MIXES), self._width)}

@@ -56,7 +56,12 @@ def why_no_sum(name: str, options: Mapping[str, object]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, OPTIONS.get(name)) for name in ALL), ("rcsr", {"router": False}), ("rcsr", {"router": "uniform"})],
+    [
+        *((name, OPTIONS.get(name)) for name in ALL),
+        ("rcsr", {"router": False}),
+        ("rcsr", {"router": "uniform"}),
+        ("rcsr", {"router_at": "silos"}),
+    ],
 )
 def test_a_sum_is_the_plain_merge_but_for_fixed_point(
     tiny: Path, tmp_path: Path, name: str, options: Mapping[str, object] | None

@@ -196,6 +196,18 @@ class RouterStatistics(Payload):
     weight: Annotated[float, Real(0.0, 1.0)]
 
 
+@payload("router_sums")
+@dataclass(frozen=True, eq=False)
+class RouterSums(Payload):
+    """What RCSR's router needs if silos weigh themselves; a silo's part of the sums never leaves it in clear."""
+
+    # (n,) float32, to a silo: the router's parameters; from it: the gradient of the router's loss by its score.
+    values: Annotated[F32, Tensor(("float32",), ("n",))]
+    # (C, r) float32, to a silo: what the last merge added up; from it: what the silo adds, times its factor.
+    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # (C,) int64, 1 of a row that there is, 0 of others
+
+
 @payload("clip_norm")
 @dataclass(frozen=True, eq=False)
 class ClipNorm(Payload):

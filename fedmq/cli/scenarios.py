@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages in the block without garbage collections, which would take a fifth of the time.
-
-    Afterwards they are excluded from collections: the first one would look through all that was imported.
-    """
+    """Import large packages in the block without garbage collections, which would take a fifth of the time."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

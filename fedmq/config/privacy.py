@@ -196,9 +196,9 @@ class Privacy(Part):
         Raises:
             ValueError: the fault.
         """
-        for fault in faults if self.items is not None else ():
-            if isinstance(fault, Persistent):
-                raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {fault.kind}")
+        changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
+        if self.items is not None and changing:
+            raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
 
     def check_sums(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]

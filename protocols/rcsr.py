@@ -45,18 +45,9 @@ from fedmq.wire.payloads import (
     Payload,
     RouterStatistics,
 )
-from protocols.parts import (
-    aggregation,
-    centroids,
-    fairness,
-    item_groups,
-    personal_adapter,
-    prototypes,
-    router,
-    training,
-    unpaired,
-)
+from protocols.parts import aggregation, centroids, fairness, personal_adapter, prototypes, router, training, unpaired
 from protocols.parts.aggregation import as_tensor
+from protocols.parts.item_groups import protected
 from protocols.parts.losses import (
     anchor,
     info_nce,
@@ -174,7 +165,7 @@ class Rcsr(FederatedProtocol):
         received = prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
         work = unpaired.beside(begin(local), local, self.context, task, begin)
-        work = item_groups.protected(work, local, self.context, task)
+        work = protected(work, local, self.context, task)
         outcome = training.train_epochs(
             local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
         )

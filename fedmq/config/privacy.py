@@ -190,24 +190,19 @@ class Privacy(Part):
         if self.budget is not None and aggregation.mode == "buffered":
             raise ValueError("privacy.budget needs aggregation.mode sync or async, not buffered: a buffer would wait")
 
-    def check_items(self, faults: Sequence[AnyFault]) -> None:
-        """Refuse noise in local steps with faults that change a silo's items, as epsilon counts one set of groups.
-
-        Raises:
-            ValueError: the fault.
-        """
-        changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
-        if self.items is not None and changing:
-            raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
-
     def check_sums(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
     ) -> None:
         """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
 
+        Also refuses noise in local steps with faults that change a silo's items.
+
         Raises:
             ValueError: the keys, what was found, and why.
         """
+        changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
+        if self.items is not None and changing:  # epsilon counts one set of groups
+            raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
         if self.secure_aggregation is None:
             for fault in faults:
                 if isinstance(fault, StepFault) and fault.step != "train":

@@ -425,7 +425,6 @@ class Scenario(Part):
                 "sweep: add --processes)"
             )
         self.privacy.check_budget(self.aggregation)
-        self.privacy.check_items(self.faults)
         self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
         return self
 

@@ -103,8 +103,7 @@ def _secret_uniform(secret: bytes, path: tuple[str | int, ...], values: npt.NDAr
     content.update(np.ascontiguousarray(values).view(np.uint8).data)
     stream = Cipher(algorithms.AES256(content.digest()), modes.CTR(bytes(16))).encryptor()
     words = np.frombuffer(stream.update(bytes(8 * count)), np.uint64)
-    numbers: F64 = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-    return numbers
+    return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
 
 def at_norm(privacy: Privacy, task: Iterable[Payload]) -> Privacy:

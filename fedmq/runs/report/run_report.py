@@ -363,12 +363,7 @@ def protection(scenario: Scenario) -> str:
     """What protects the updates."""
     privacy = scenario.privacy
     if privacy.items is not None and privacy.clip_norm is None:
-        noise = (
-            f"noised (multiplier {privacy.items.noise_multiplier})" if privacy.items.noise_multiplier else "no noise"
-        )
-        return (
-            f"Local steps were clipped by groups of {privacy.items.group} items and {noise}; see fedmq audit --delta."
-        )
+        return f"Local steps clip groups of items, with noise of {privacy.items.noise_multiplier} times the norm."
     if privacy.clip_norm is None:
         return "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
     if not privacy.noise_multiplier:

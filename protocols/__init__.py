@@ -15,7 +15,15 @@ from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits, defines_sum
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    ReportedValue,
+    Traits,
+    defines_sum,
+    protects_items,
+    why_no_items,
+)
 from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
 from fedmq.wire.payloads import PartialDelta
 from protocols import objectives
@@ -76,6 +84,9 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
     kind = load(choice.name)
     options = options_of(kind, choice.options)
     method = kind(options, context)
+    if context.items is not None and (why := why_no_items(method)):
+        able = ", ".join(name for name in names() if protects_items(load(name)))
+        raise InputError("privacy.items", f"with {choice.label}: {why}", f"null, or a method of {able}")
     if check:
         check_traits(choice.label, method, options, context)
     return method

@@ -48,6 +48,7 @@ from fedmq.wire.payloads import (
 )
 from protocols.parts import aggregation, centroids, fairness, personal_adapter, prototypes, router, training, unpaired
 from protocols.parts.aggregation import as_tensor
+from protocols.parts.item_groups import protected
 from protocols.parts.losses import Shared, rcsr_loss, refuse_other_bases, unit
 from protocols.parts.router import RcsrOptions, Routed, Statistics
 from protocols.parts.silo_router import Measured, SiloRouter
@@ -124,6 +125,7 @@ class Rcsr(FederatedProtocol):
         received = prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
         work = unpaired.beside(begin(local), local, self.context, task, begin)
+        work = protected(work, local, self.context, task)
         outcome = training.train_epochs(
             local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
         )
@@ -274,6 +276,10 @@ class Rcsr(FederatedProtocol):
     def no_sum(self) -> str:
         """Why a merge without conflicts, or with centroids, is no sum."""
         return "anchor multi needs single centroids" if self.multi else aggregation.no_sum(self.options.branch_renorm)
+
+    def no_items(self) -> str:
+        """Empty: eqs 2 to 4 depend on a batch and on global prototypes."""
+        return ""
 
     def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> Routed:
         """The weights of the replies, and what the router, q and the tables become with them."""

@@ -29,7 +29,7 @@ BRIEF = (HEADLINE, "mean_r10")
 #: Tolerance of the bounds, for rounding errors.
 ROUNDING = 1e-6
 #: Prefixes of a summary's cost values; lower is better.
-_COSTS = ("bytes.", "seconds.", "messages.", "processes.", "privacy.", "seconds to ")
+_COSTS = ("bytes.", "seconds.", "messages.", "processes.", "privacy.", "item_privacy.", "seconds to ")
 
 #: Directions of retrieval in names of metrics; ``mean`` is the mean of ``i2t`` and ``t2i``.
 WAYS: Mapping[str, str] = {

@@ -38,8 +38,7 @@ from fedmq.wire.fields import (
 )
 from fedmq.wire.layout import MAX_ENTRIES
 
-IMAGE = 1
-TEXT = 2
+IMAGE, TEXT = 1, 2
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -66,13 +65,7 @@ class Payload:
     def largest(self) -> float:
         """Largest magnitude in a model or an update, found once; NaN or infinite if a value is; 0 in other payloads."""
         bulk = [getattr(self, name) for name, spec in self.FIELDS.items() if isinstance(spec, Tensor) and spec.bulk]
-        flat = [array.reshape(-1) for array in bulk]
-        blocks = (each[start : start + _BLOCK] for each in flat for start in range(0, each.size, _BLOCK))
-        return float(np.max([(-block.min(initial=0), block.max(initial=0)) for block in blocks], initial=0.0))
-
-
-#: Numbers in a block that a core's cache keeps for a second pass.
-_BLOCK = 1 << 17
+        return float(np.max([Tensor.largest(array) for array in bulk], initial=0.0))
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)
@@ -201,11 +194,9 @@ class RouterStatistics(Payload):
 class RouterSums(Payload):
     """What RCSR's router needs if silos weigh themselves; a silo's part of the sums never leaves it in clear."""
 
-    # (n,) float32, to a silo: the router's parameters; from it: the gradient of the router's loss by its score.
-    values: Annotated[F32, Tensor(("float32",), ("n",))]
-    # (C, r) float32, to a silo: what the last merge added up; from it: what the silo adds, times its factor.
-    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]
-    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # (C,) int64, 1 of a row that there is, 0 of others
+    values: Annotated[F32, Tensor(("float32",), ("n",))]  # the router's parameters; from a silo: its loss's gradient
+    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]  # what the last merge added up; from a silo: what it adds
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # 1 of a row that there is, 0 of others
 
 
 @payload("clip_norm")

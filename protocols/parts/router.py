@@ -127,7 +127,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "router=true|anchor=multi": ("warmup",),
         "router=true|masked_ema=false": ("filler",),
         "router_at=silos": ("router_ratio",),
-        "router=true": ("beta?", "router_*", "masked_?c", "eq9_half"),
+        "router=true": ("beta?", "router_[!ar]*", "router_rate", "masked_?c", "eq9_half"),  # router_at is refused
         "minimax": ("fair_*",),
         "fair_update=entropic|fair_update=code": ("fair_tau",),
         "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),

@@ -193,13 +193,11 @@ class RouterStatistics(Payload):
 @payload("router_sums")
 @dataclass(frozen=True, eq=False)
 class RouterSums(Payload):
-    """What RCSR's router needs if silos weigh themselves; a silo's part of the sums never leaves it in clear."""
+    """The router and sums of RCSR if silos weigh themselves; in brackets what a silo adds to the sums."""
 
-    # (n,) float32, to a silo: the router's parameters; from it: the gradient of the router's loss by its score.
-    values: Annotated[F32, Tensor(("float32",), ("n",))]
-    # (C, r) float32, to a silo: what the last merge added up; from it: what the silo adds, times its factor.
-    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]
-    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # (C,) int64, 1 of a row that there is, 0 of others
+    values: Annotated[F32, Tensor(("float32",), ("n",))]  # (n,) float32, the router's parameters (a gradient)
+    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]  # (C, r) float32, last sums (values times a factor)
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # (C,) int64, 1 of a row that there is
 
 
 @payload("clip_norm")
@@ -291,8 +289,7 @@ class UpdateReport(Payload):
 
     n_samples: Annotated[int, _SAMPLES]  # number of local training samples
     trained: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]  # branches that it changes
-    # (C,) int64, samples behind each row, such as a class prototype, that it keeps for the sum as well; 0 of a row that
-    # it lacks.
+    # (C,) int64, samples behind each row, e.g. a class prototype, that it keeps for the sum too; 0 of one it lacks.
     support: Annotated[I64, Tensor(("int64",), ("C",), low=0, least=0)]
     roster: Annotated[str, _DIGEST]  # digest of the silos and public keys that it accepts
     # (2, 32) uint8: public X25519 keys of this round, of its masks and of the shares sealed for it.

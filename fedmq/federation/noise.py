@@ -337,7 +337,7 @@ def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]
         if least > privacy.budget.epsilon:
             allowed = f"at least {least:.3g}, which one reply spends; or more noise"
             raise InputError("privacy.budget.epsilon", privacy.budget.epsilon, allowed)
-    if privacy.least_support > 1 and "modality_prototypes" in kinds:
+    if privacy.least_support > 1 and kinds.keys() & {"modality_prototypes", "router_sums"}:
         fewest = min(samples)
         if fewest < privacy.least_support:
             allowed = f"at most {fewest}, the training items of the smallest silo, whose prototype is a mean of so many"

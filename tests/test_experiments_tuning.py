@@ -1,4 +1,4 @@
-"""``fedmq tune``: equal budgets, refused updates, and the same search after a stop."""
+"""``fedmq tune``: equal budgets, pruning, refused updates, and the same search after a stop."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_best_value_at_an_end_of_a_list_or_near_a_bound_is_at_the_edge(
     tiny: Path, space: Any, inside: tuple[Any, ...], at_edge: tuple[Any, ...]
 ) -> None:
     entry = Entry("fedavg", "fedavg", (), tiny, ())
-    method = files.TunedMethod("fedavg", entry, {"key": space}, {}, 2)
+    method = files.TunedMethod("fedavg", entry, {"key": space}, {}, 2, 0)
     for value in (*inside, *at_edge):
         best = tuning.Trial("fedavg", 0, TrialState.FINISHED, 0.5, {"key": value})
         assert tuning.at_edge(method, best) == ({"key": value} if value in at_edge else {})
@@ -154,9 +154,10 @@ def test_a_search_killed_within_a_line_of_its_journal_ends_with_the_same_trials(
     tiny: Path, tmp_path: Path, here: list[str]
 ) -> None:
     rates = [1e30, 1e-6, 3e-2]
-    path = spec(tiny, tmp_path, search={"training.learning_rate": rates}, sampler="random", seed=7)
+    keys = {"pruning": "median", "evaluate_every": 1, "startup": 1, "batch": 2, "trials": 4}
+    path = spec(tiny, tmp_path, search={"training.learning_rate": rates}, sampler="random", seed=7, **keys)
     whole, journal = tuned(path, tmp_path / "out"), tmp_path / "out" / "study.journal"
-    assert {each.state for each in whole.trials} == {TrialState.FINISHED, TrialState.FAILED}
+    assert {each.state for each in whole.trials} == {TrialState.FINISHED, TrialState.PRUNED, TrialState.FAILED}
     lines, begun = journal.read_bytes().splitlines(keepends=True), len(here)
     assert tuned(path, tmp_path / "out") == whole
     assert journal.read_bytes() == b"".join(lines)
@@ -180,17 +181,24 @@ def test_a_search_whose_scenario_changed_is_another_search(tiny: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_failed_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: Path, here: list[str]) -> None:
-    rates = {1e30: TrialState.FAILED, REFUSED_RATE: TrialState.REFUSED, 1e-6: TrialState.FINISHED}
-    keys = {"batch": 1, "trials": 8, "sampler": "random"}
+def test_a_pruned_and_a_refused_trial_count_but_never_win(tiny: Path, tmp_path: Path, here: list[str]) -> None:
+    rates = {
+        1e30: TrialState.FAILED,
+        REFUSED_RATE: TrialState.REFUSED,
+        1e-6: TrialState.FINISHED,
+        3e-2: TrialState.PRUNED,
+    }
+    keys = {"pruning": "median", "evaluate_every": 1, "startup": 1, "batch": 1, "trials": 12, "sampler": "random"}
     path = spec(tiny, tmp_path, search={"training.learning_rate": list(rates)}, seed=2, **keys)
     found = tuned(path, tmp_path / "out")
     states = [each.state for each in found.trials]
-    assert len(states) == 8 and len(here) == 3 and set(states) == set(rates.values()), states
-    for each in found.trials:
+    assert len(states) == 12 and len(here) <= 12 and set(states) == set(rates.values()), states
+    began = states.index(TrialState.FINISHED) + 1  # pruning needs a finished trial
+    for each in found.trials[began:]:
         assert each.state is rates[each.values["training.learning_rate"]]
         assert (each.reason == "") == (each.state is TrialState.FINISHED)
     assert "too long" in found.trials[states.index(TrialState.REFUSED)].reason
+    assert found.trials[states.index(TrialState.PRUNED)].reason == "below the median at round 1"
     assert found.best["rcsr"].values == {"training.learning_rate": 1e-6}
 
 
@@ -207,9 +215,11 @@ REFUSED: tuple[tuple[dict[str, Any], str, object], ...] = (
     ({"methods": {"fedavgg": {}}}, "methods.fedavgg", "fedavgg"),
     ({"metric": "mean_r11"}, "metric", "mean_r11"),
     ({"metric": "fairness.nonsense"}, "metric", "fairness.nonsense"),
+    ({"pruning": "median", "evaluate_every": 2}, "evaluate_every", 2),
     ({"trails": 3}, "line 12: trails", "trails"),
     ({"search": {}}, "", None),
     ({"seeds": [1, 1]}, "", None),
+    ({"pruning": "median", "metric": "fairness.worst_r1"}, "", None),
 )
 
 

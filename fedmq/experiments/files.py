@@ -230,8 +230,14 @@ class TuneFile(BaseModel):
     rounds: Annotated[Count, Field(strict=True)] | None = Field(
         None, description="rounds of a trial; null: the scenario's"
     )
+    pruning: Literal["none", "median"] = Field(
+        "none", description="median: stop a trial whose evaluation is below the median of the finished ones"
+    )
+    evaluate_every: Annotated[Count, Field(strict=True)] | None = Field(
+        None, description="rounds between the evaluations that pruning looks at; null: a fifth of the rounds"
+    )
     startup: Annotated[Count, Field(strict=True)] = Field(
-        5, description="trials of a method that are drawn at random before tpe uses results"
+        5, description="trials of a method that are drawn at random, and finished trials before pruning begins"
     )
     sampler: Literal["tpe", "random"] = Field("tpe", description="tpe: tree-structured Parzen estimator; or random")
     seed: int = Field(0, ge=0, strict=True, description="seed of the search")
@@ -245,6 +251,10 @@ class TuneFile(BaseModel):
             raise ValueError("seeds lists a seed twice")
         if not self.search and not all(self.methods.values() or [{}]):
             raise ValueError("search is empty: give at least one key for each method")
+        if self.evaluate_every is not None and self.pruning == "none":
+            raise ValueError("evaluate_every has no effect without pruning: median")
+        if self.pruning == "median" and "." in self.metric:
+            raise ValueError(f"pruning median needs a metric of the shared model without a dot, not {self.metric}")
         return self
 
 
@@ -257,6 +267,7 @@ class TunedMethod:
     space: Mapping[str, Range | tuple[Any, ...]]  # scenario key to range or values
     first: Mapping[str, Any]  # a value of each key, with which its scenario was checked
     rounds: int  # number of rounds of a trial
+    evaluate_every: int  # rounds between evaluations; 0 evaluates at the end only
 
 
 @dataclass(frozen=True)
@@ -317,8 +328,15 @@ def plan_search(path: Path, spec: TuneFile, resolve: Resolve) -> TunePlan:
                     raise InputError(
                         f"{path}: {place}", value, f"values that differ: its scenario is that of {other!r}"
                     )
+        rounds = spec.rounds or run.scenario.rounds
+        if spec.pruning != "none" and (spec.evaluate_every or 1) >= rounds:
+            most = f"less than the {rounds} rounds of a trial, or nothing is pruned"
+            raise InputError(f"{path}: evaluate_every", spec.evaluate_every or 1, most)
+        # Without a shared model that is trained as a whole, no evaluation of it says which trial is behind.
+        pruned = spec.pruning != "none" and not run.personal_only
+        every = (spec.evaluate_every or max(1, rounds // 5)) if pruned else 0
         entry = Entry(name, name, (), file, settings, ((),))
-        methods.append(TunedMethod(name, entry, space, first, spec.rounds or run.scenario.rounds))
+        methods.append(TunedMethod(name, entry, space, first, rounds, every))
     known = known_names(own.evaluation, measures_of(own.evaluation))
     if "." not in spec.metric and spec.metric not in known:
         raise InputError(f"{path}: metric", spec.metric, f"a metric, e.g. {', '.join(nearest(spec.metric, known))}")

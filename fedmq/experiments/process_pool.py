@@ -60,26 +60,34 @@ def run_all(
     stop_wanted: Callable[[], bool],
     start: Start,
     *,
+    useless: Callable[[], Collection[str]] = tuple,
     clock: Clock | None = None,
 ) -> Ended:
     """Execute jobs in order, several in parallel; a failure does not affect the others."""
     clock = clock or WallClock()
     waiting, running, errors = deque(jobs), dict[Job, BaseProcess](), dict[str, str]()
-    initial, ended, reported = dict[Job, float](), 0, -_REPORT_SECONDS
+    initial, ended, reported, signalled = dict[Job, float](), 0, -_REPORT_SECONDS, set[Job]()
     try:
         while waiting or running:
             if stop_wanted():
                 end(running.values())
                 return Ended(errors, stopped=True)
+            without = useless()
+            for job in [job for job in running if job.name in without and job not in signalled]:
+                signalled.add(job)
+                running[job].terminate()  # a second signal would abort it
             while waiting and len(running) < at_once:
                 job = waiting.popleft()
                 initial[job] = fraction(job)
-                running[job] = start(job)
+                if job.name in without:
+                    ended += 1
+                else:
+                    running[job] = start(job)
             over = [job for job, process in running.items() if process.exitcode is not None]
             for job in over:
                 code = running.pop(job).exitcode
                 ended += 1
-                if code:
+                if code and job not in signalled:
                     errors[job.name] = error_line(job.log, code)
             if over or clock.now() - reported >= _REPORT_SECONDS:
                 reported = clock.now()

@@ -162,10 +162,18 @@ def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRu
 
 
 def run_of(
-    entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False, rounds: int | None = None
+    entry: Entry,
+    chosen: Settings,
+    seed: int,
+    place: Workplace,
+    *,
+    trial: bool = False,
+    rounds: int | None = None,
+    evaluate_every: int = 0,
 ) -> Run:
     """The run of a row with the chosen settings; prepares its data in the cache."""
-    split = ["evaluation.split=val", "evaluation.every=0", "evaluation.personal_every=0"] if trial else []
+    every = f"evaluation.every={evaluate_every}"
+    split = ["evaluation.split=val", every, "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
     run = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)

@@ -28,7 +28,8 @@ from fedmq.experiments.files import Range, TunedMethod, TunePlan, as_settings
 from fedmq.experiments.runner import Run, Workplace, exclusive_use, job_of, metric_among, run_of
 from fedmq.packages import package
 from fedmq.runs import results
-from fedmq.storage.regular_files import check_regular, read_regular
+from fedmq.runs.run_records import EvaluationLine
+from fedmq.storage.regular_files import AppendedLines, check_regular, read_regular
 from fedmq.storage.run_folder import cut_unfinished, write_json, writing
 
 #: Maximum size of a journal [bytes].
@@ -42,6 +43,7 @@ class TrialState(StrEnum):
     """The outcome of a trial; only a finished one can be the best."""
 
     FINISHED = "finished"
+    PRUNED = "pruned"
     REFUSED = "refused"
     FAILED = "failed"
 
@@ -53,6 +55,7 @@ class Attributes(BaseModel):
     state: Annotated[TrialState, Strict(False)] | None = None  # its outcome; None while it is under way
     reason: str = ""  # why it did not finish
     seeds: list[FiniteFloat] | None = None  # values of the metric by seed, of the runs that have one
+    pruned_at: int | None = None  # round at which it was pruned
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Trial:
     method: str
     number: int  # from 0
     state: TrialState  # its outcome
-    value: float | None  # mean of the metric over seeds; None unless it finished
+    value: float | None  # mean of the metric over seeds; for a pruned trial, the last one
     values: Mapping[str, Any]  # values by scenario key
     reason: str = ""  # why it was refused or failed; empty otherwise
 
@@ -83,6 +86,8 @@ class _Attempt:
     method: TunedMethod
     trial: Any
     runs: tuple[Run, ...]
+    pruned_at: int | None  # a round
+    seen: dict[int, dict[str, float]] = field(default_factory=dict)  # evaluations by round, then by name of the run
 
 
 def tune(
@@ -171,8 +176,11 @@ def _claim(plan: TunePlan, folder: Path, place: Workplace) -> None:
 
 def _runs_of(plan: TunePlan, method: TunedMethod, settings: tuple[str, ...], place: Workplace) -> tuple[Run, ...]:
     """The runs of a trial, one for each seed."""
-    seeds_of_trial, rounds = plan.spec.seeds, method.rounds
-    return tuple(run_of(method.entry, settings, seed, place, trial=True, rounds=rounds) for seed in seeds_of_trial)
+    rounds, every = method.rounds, method.evaluate_every
+    return tuple(
+        run_of(method.entry, settings, seed, place, trial=True, rounds=rounds, evaluate_every=every)
+        for seed in plan.spec.seeds
+    )
 
 
 def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
@@ -184,6 +192,7 @@ def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
     lock = backends.JournalFileSymlinkLock(str(journal))
     Path(f"{journal}.lock").unlink(missing_ok=True)  # of a killed search: no other one runs in this folder
     direction = "maximize" if _maximise(plan) else "minimize"
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=plan.spec.startup)
     studies = {}
     try:
         with writing(journal):
@@ -194,7 +203,7 @@ def _studies(optuna: Any, plan: TunePlan, journal: Path) -> dict[str, Any]:
             for method in plan.methods:
                 if method.name not in known:
                     optuna.create_study(study_name=method.name, storage=storage, direction=direction)
-                study = optuna.load_study(study_name=method.name, storage=storage)
+                study = optuna.load_study(study_name=method.name, storage=storage, pruner=pruner)
                 studies[method.name], space = study, _space(optuna, method)
                 for trial in study.trials:
                     Attributes.model_validate(trial.user_attrs)
@@ -302,12 +311,12 @@ class _Search:
         settings = as_settings({key: _value(value) for key, value in frozen.params.items()})
         runs = _runs_of(self.plan, method, settings, self.place)
         trial = self.optuna.trial.Trial(study, frozen._trial_id)
-        return _Attempt(method, trial, runs)
+        return _Attempt(method, trial, runs, frozen.user_attrs.get("pruned_at"))
 
     # ---------------------------------------------------------------------------------------------------- execution
     def execute(self, batch: list[_Attempt]) -> bool:
         """Execute the missing runs of a batch, identical ones once; returns whether the search was stopped."""
-        names = dict.fromkeys(run.name for attempt in batch for run in attempt.runs)
+        followed = {run.name: AppendedLines(run.folder.metrics) for attempt in batch for run in attempt.runs}
         jobs = {
             run.name: replace(
                 job_of(run), name=f"{attempt.method.name} trial {attempt.trial.number}, seed {run.scenario.seed}"
@@ -316,6 +325,11 @@ class _Search:
             for run in attempt.runs
             if not run.done
         }
+
+        def useless() -> set[str]:
+            self._follow(batch, followed)
+            needed = {run.name for attempt in batch if attempt.pruned_at is None for run in attempt.runs}
+            return {job.name for name, job in jobs.items() if name not in needed}
 
         def report(progress: pool.JobProgress) -> None:
             """The progress in runs of the whole search; those of trials that are over count as done."""
@@ -326,11 +340,46 @@ class _Search:
             left = self.clock.now() * (total - done) / here if here > 0 and done < total else None
             self.report("runs", replace(progress, done=done, total=total, left=left))
 
-        ordered = [jobs[name] for name in names if name in jobs]
+        ordered = [jobs[name] for name in followed if name in jobs]
         place, stop, clock = self.place, self.stop_wanted, self.clock
-        ended = pool.run_all(ordered, place.jobs, report, stop, place.start, clock=clock)
+        ended = pool.run_all(ordered, place.jobs, report, stop, place.start, useless=useless, clock=clock)
+        self._follow(batch, followed)
         self.errors = {name: ended.errors[job.name] for name, job in jobs.items() if job.name in ended.errors}
         return ended.stopped
+
+    def _follow(self, batch: list[_Attempt], followed: Mapping[str, AppendedLines]) -> None:
+        """Report new evaluations to the pruner, in order of rounds, once all seeds of a trial have them."""
+        fresh = {name: results.new_metrics(lines)[0] for name, lines in followed.items()}
+        for attempt in batch:
+            if not attempt.method.evaluate_every:
+                continue
+            for run in attempt.runs:
+                for line in fresh[run.name]:
+                    value = line.metrics.get(self.plan.spec.metric) if isinstance(line, EvaluationLine) else None
+                    if value is not None:
+                        attempt.seen.setdefault(line.version, {})[run.name] = value
+            self._judge(attempt)
+
+    def _judge(self, attempt: _Attempt) -> None:
+        study, number = attempt.trial.study, attempt.trial.number
+        recorded = study.trials[number].intermediate_values
+        names = {run.name for run in attempt.runs}
+        for version in sorted(attempt.seen):
+            values = attempt.seen[version]
+            over = version >= attempt.method.rounds or (attempt.pruned_at is not None and version > attempt.pruned_at)
+            if version == 0 or version in recorded or values.keys() != names or over:
+                continue
+            mean = sum(values.values()) / len(values)
+            # The decision is recorded before the value: after a crash in between, only the value is added.
+            if attempt.pruned_at is None:
+                trial = study.trials[number]
+                trial.intermediate_values[version] = mean
+                if study.pruner.prune(study, trial):
+                    attempt.pruned_at = version
+                    with writing(self.journal):
+                        attempt.trial.set_user_attr("pruned_at", version)
+            with writing(self.journal):
+                attempt.trial.report(mean, version)
 
     # ------------------------------------------------------------------------------------------------------ results
     def tell(self, attempt: _Attempt) -> None:
@@ -345,9 +394,11 @@ class _Search:
             if state is TrialState.FINISHED:
                 study.tell(number, sum(values) / len(values))
             else:
-                study.tell(number, state=states.FAIL)
+                study.tell(number, state=states.PRUNED if state is TrialState.PRUNED else states.FAIL)
 
     def _judged(self, attempt: _Attempt) -> tuple[TrialState, list[float], str]:
+        if attempt.pruned_at is not None:
+            return TrialState.PRUNED, [], f"below the median at round {attempt.pruned_at}"
         for run in attempt.runs:
             if not run.done:
                 return TrialState.FAILED, [], self.errors.get(run.name, "its run did not finish")

@@ -270,6 +270,20 @@ def test_test_items_of_one_image_are_counted_with_what_recall_can_reach(tmp_path
     assert any(line.startswith("3 of 6 test items have") and "at most 0.50" in line for line in sentences(warnings))
 
 
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_captions_that_are_copies_of_their_image_vector_are_counted(captions: list[int]) -> None:
+    counts = np.array(captions, np.int64)
+    generator = np.random.default_rng(0)
+    image = generator.normal(size=(len(counts), 4))
+    owner = np.repeat(np.arange(len(counts)), np.maximum(counts, 1))
+    copied = generator.random(len(owner)) < 0.5
+    text = np.where(copied[:, None], image[owner], generator.normal(size=(len(owner), 4)))
+    held = counts[owner] > 0
+    text[~held] = 0  # the row of an item without captions
+    assert of_vectors(image, text, counts).copies == int((copied & held).sum())
+
+
 # --- captions that are no sentences ---------------------------------------------------------------------------------
 
 SENTENCES = ("a dog at 3.5 km", "l’île à São João & Co.", "IRMÃ", "<3 of them, a > b", "saved as jpg", "NÃO, Â", "犬")

@@ -229,6 +229,22 @@ def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
     assert "duplicates" not in said and "every item" not in said
 
 
+def test_vectors_of_crops_are_named_where_they_are_wide_enough_to_tell(
+    own_cache: None, tiny: Path, tmp_path: Path
+) -> None:
+    with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
+        arrays = dict(stored)
+    drawn = np.random.default_rng(0).normal(size=(150, 256)).astype(np.float32)
+    drawn[125], drawn[140], drawn[141] = drawn[7] + drawn[125] / 2, drawn[7] + 2 * drawn[140], drawn[7]
+    arrays["keys"] = np.array([f"{row:06d}" for row in range(150)])
+    for width, found in ((255, None), (256, ["000125"])):
+        np.savez(tmp_path / "crops.npz", **(arrays | {"image": drawn[:, :width]}))
+        changed = [f"data.path={tmp_path / 'crops.npz'}", "backbone.head=mlp"]
+        command = ["data", "check", tiny, *(word for each in changed for word in ("--set", each)), "--json"]
+        facts = json.loads(printed(*command))
+        assert (facts.get("crops"), facts["duplicates_by_image"]) == (found, ["000141"])
+
+
 # ----------------------------------------------------------------------------------------------------------- one site
 OWN = "name: own\nrounds: 3\nprotocol: fedavg\nbackbone: {name: lite}\nsilos: {count: 3}\npartition: {kind: own}\n"
 

@@ -179,6 +179,7 @@ def show_data(facts: DataFacts) -> None:
         ("duplicates of training items", facts.duplicates_of_training_items),
         ("items with the image of a training item", facts.duplicates_by_image),
         ("items of val and test whose image looks like that of a training item, as resized or mirrored", facts.alike),
+        ("evaluated items that may be a crop or another version of one training image, by their vectors", facts.crops),
         *((f"ignored, {why}", names) for why, names in facts.ignored.items()),
     ):
         if names:

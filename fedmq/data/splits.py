@@ -256,7 +256,10 @@ def split_numbers(
 
 #: Largest distance of the unit vectors of one image that was encoded twice, e.g. in batches of different sizes.
 NEAR = 1.5e-3
-_DIRECTIONS, _CHUNK = 8, 4096
+#: Largest quotient of the distances from a crop to its image and to the nearest other one. Of 150 crops of Flickr8k's
+#: photos to 90, 80 and 70 % of each side it finds 99, 87 and 56 %, by lite vectors, and names 1 of 400 other photos.
+MUCH_CLOSER = 0.6
+_DIRECTIONS, _CHUNK, _QUERIES = 8, 4096, 256
 #: Size of the rows that are compared at a time [bytes].
 _CHUNK_BYTES = 1 << 24
 
@@ -344,6 +347,29 @@ def nearly_equal(vectors: Array, others: Array | None = None) -> npt.NDArray[np.
         found[left[close]] = np.linalg.norm(apart, axis=1) <= NEAR
         step += 1
         left = left[~found[left] & (first[left] + step < last[left])]
+    return found
+
+
+def much_closer_to_one(
+    vectors: Array, others: Array, done: Callable[[int], None] = lambda _: None
+) -> npt.NDArray[np.bool_]:
+    """Whether one of the others is much closer (:data:`MUCH_CLOSER`) to a vector, by cosine distance, than all others.
+
+    Of vectors [q, d] and different others [m, d]: bool [q], False where the others are fewer than two. ``done``
+    receives the number of vectors compared so far.
+
+    >>> much_closer_to_one(np.array([[1.0, 0.1], [1.0, 1.0]]), np.eye(2)).tolist()
+    [True, False]
+    """
+    found, unit = np.zeros(len(vectors), np.bool_), _unit(others).astype(np.float32)
+    for start in range(0, len(vectors) if len(others) > 1 else 0, _QUERIES):
+        block = slice(start, start + _QUERIES)
+        distance = 1 - _unit(vectors[block]).astype(np.float32) @ unit.T
+        rows, first = np.arange(len(distance)), distance.argmin(axis=1)
+        nearest = distance[rows, first]
+        distance[rows, first] = np.inf
+        found[block] = nearest <= MUCH_CLOSER * distance.min(axis=1)
+        done(start + len(distance))
     return found
 
 

@@ -31,6 +31,7 @@ class DataWarnings(Stored):
     near: int = 0  # further items of val and test whose image vector is nearly a training item's
     tested: int = 0  # items of test
     repeated: int = 0  # items of test whose image is, or is nearly, that of another item of test counted before
+    copies: int = 0  # captions whose vector equals the image vector of their item
     placeholders: int = 0  # captions such as ``None`` or ``N/A``, which often stand for a missing value
     file_names: int = 0  # captions that end like the name of an image file
     garbled: int = 0  # captions with characters that a wrong encoding left, such as ``Ã©`` for ``é``
@@ -92,6 +93,9 @@ def of_vectors(
         others = np.isin(split, [SPLITS.index(name) for name in _HELD_OUT]) & ~np.isin(first, first[training])
         more["near"] = int(nearly_equal(image[others], image[training]).sum())
         more["repeated"] = found.repeated + int(nearly_equal(image[distinct]).sum())
+    if image.shape[1:] == text.shape[1:]:
+        same = (bool(row.any()) and np.array_equal(row, image[at]) for row, at in zip(text, owner, strict=True))
+        more["copies"] = sum(same)
     return found.model_copy(update=more)
 
 
@@ -153,6 +157,7 @@ def sentences(warnings: DataWarnings, *, known: bool = True) -> list[str]:
         (warnings.known * known, heldout, "the image of a training item"),
         (warnings.public, heldout, "the image of a public item"),
         (warnings.near, heldout, "nearly the image vector of a training item, like one image that was encoded twice"),
+        (warnings.copies, ("caption vector equals", "caption vectors equal"), "the image vector of the same item"),
         (warnings.placeholders, placeholder, "None, N/A or the like, which often stands for a missing value"),
         (warnings.file_names, ("caption ends", "captions end"), "like the name of an image file"),
         (warnings.garbled, holds, "characters such as Ã© or \ufffd, the traces of a wrong encoding"),

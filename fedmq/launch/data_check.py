@@ -27,6 +27,7 @@ from fedmq.data.raw_set import RawSet, in_files
 from fedmq.data.splits import (
     SPLITS,
     first_of_equals,
+    much_closer_to_one,
     origin_of_split,
     same_rows,
     split_line,
@@ -44,11 +45,12 @@ from fedmq.text import Progress, tell
 from protocols.parts.training import steps_per_task
 
 #: Facts that prepared data tell better than raw ones.
-_FROM_FEATURES = ("silos", "overlap", "duplicates_of_training_items", "warnings", "heldout_labels")
+_FROM_FEATURES = ("silos", "overlap", "duplicates_of_training_items", "crops", "warnings", "heldout_labels")
 BATCH = 256  # images read between two reports of progress
 _CONSTANT = 8  # maximum difference of the values, 0 to 255, of an image that counts as blank
 _ALIKE = 4  # maximum number of the 64 bits in which the difference hashes of two images differ that look the same
 _COMPARED = 1 << 22  # hashes compared at a time
+_WIDE = 256  # minimum length of image vectors among which a crop stands out
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class DataFacts:
     # Images and captions that two silos have, or two splits; of a partition.
     overlap: tuple[Overlap, ...] | None = None
     alike: tuple[str, ...] | None = None  # keys of further evaluated items whose image looks like a training item's
+    # Keys of further evaluated items whose image vector is much closer to one training item's than to others.
+    crops: tuple[str, ...] | None = None
     constant: tuple[str, ...] | None = None  # names of images of nearly one colour
     # Names of files with several images, such as the pages of a TIFF, of which only the first is read.
     paged: tuple[str, ...] | None = None
@@ -323,14 +327,28 @@ def _duplicates(population: Population, progress: Progress | None) -> tuple[str,
     return tuple(found)
 
 
-def _equal_images(population: Population) -> tuple[str, ...]:
-    """Keys of evaluated items whose image vector equals a training item's."""
+def _equal_and_cropped(
+    population: Population, progress: Progress | None
+) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Keys of evaluated items whose image vector equals a training item's, and of those that are likely crops of one.
+
+    The second is None where vectors have too few numbers to tell: there, chance alone brings one much closer.
+    """
     prepared = population.prepared
     if prepared.image.ndim > 2:
-        return ()
+        return (), None
     trained = np.unique(np.concatenate([*population.train, np.zeros(0, np.int64)]))
-    first = same_rows(prepared.image[np.concatenate([trained, population.evaluated])])
-    return tuple(prepared.keys[row] for row in population.evaluated[first[len(trained) :] < len(trained)])
+    rows = np.concatenate([trained, population.evaluated])
+    first = same_rows(prepared.image[rows])
+    known = first[len(trained) :] < len(trained)
+    equal, others = population.evaluated[known], population.evaluated[~known]
+    crops = None
+    if prepared.image.shape[1] >= _WIDE:
+        different = trained[first[: len(trained)] == np.arange(len(trained))]
+        report = tell(progress, "image vectors compared", len(others))
+        near = much_closer_to_one(prepared.image[others], prepared.image[different], report)
+        crops = tuple(prepared.keys[row] for row in others[near])
+    return tuple(prepared.keys[row] for row in equal), crops
 
 
 def _overlap(scenario: Scenario, population: Population) -> tuple[Overlap, ...]:
@@ -356,6 +374,7 @@ def _overlap(scenario: Scenario, population: Population) -> tuple[Overlap, ...]:
 def _prepared_facts(name: str, scenario: Scenario, population: Population, progress: Progress | None) -> DataFacts:
     """Facts about a prepared data set and its partition."""
     prepared = population.prepared
+    equal, crops = _equal_and_cropped(population, progress)
     return DataFacts(
         data=name,
         items=prepared.n,
@@ -366,7 +385,8 @@ def _prepared_facts(name: str, scenario: Scenario, population: Population, progr
         silos={silo.name: _silo_data(scenario, population, silo) for silo in population.silos},
         overlap=_overlap(scenario, population),
         duplicates_of_training_items=_duplicates(population, progress),
-        duplicates_by_image=_equal_images(population),
+        duplicates_by_image=equal,
+        crops=crops,
         warnings=prepared.meta.warnings,
         split=prepared.notes[0],
         heldout_labels=tuple(of_heldout_labels(prepared.labels, prepared.label_names, np.asarray(prepared.split))),

@@ -274,8 +274,8 @@ class Rcsr(FederatedProtocol):
         return SumLayout(self.context.layout, None, self.branches, rows=rows)
 
     def no_sum(self) -> str:
-        """Why a merge without conflicts, or with centroids, is no sum."""
-        return "anchor multi needs single centroids" if self.multi else aggregation.no_sum(self.options.branch_renorm)
+        """Why a merge with centroids is no sum."""
+        return "anchor multi needs single centroids" if self.multi else ""
 
     def no_items(self) -> str:
         """Empty: eqs 2 to 4 depend on a batch and on global prototypes."""

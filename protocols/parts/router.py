@@ -32,6 +32,8 @@ _PUBLISHED: Mapping[str, object] = {
     "branch_renorm": False,
     "backbone.head": "mlp",
 }
+#: Options ``router_*`` that have an effect only with a router.
+_OF_ROUTER = ("softplus", "rate", "warmup_rate", "losses", "mask", "over")
 #: Options with ``router_at: silos``: others need single silos' values at the coordinator, or add known fillers to sums.
 _AT_SILOS: Mapping[str, tuple[object, ...]] = {
     "router": (True,),
@@ -127,7 +129,8 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "router=true|anchor=multi": ("warmup",),
         "router=true|masked_ema=false": ("filler",),
         "router_at=silos": ("router_ratio",),
-        "router=true": ("beta?", "router_[!ar]*", "router_rate", "masked_?c", "eq9_half"),  # router_at is refused
+        # Not router_at and router_ratio: without the router, ``router_at: silos`` is refused.
+        "router=true": ("beta?", *(f"router_{name}" for name in _OF_ROUTER), "masked_?c", "eq9_half"),
         "minimax": ("fair_*",),
         "fair_update=entropic|fair_update=code": ("fair_tau",),
         "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),

@@ -1,16 +1,17 @@
-"""RCSR's router at the silos: each silo finds its own weight, and the coordinator learns sums alone.
+"""RCSR's router at the silos: each silo computes its own weight, and the coordinator learns only sums.
 
-Our variant of RCSR (Zhou et al., 2026, arXiv 2604.22885) for secure sums, in which nobody sees the statistics of a
-single silo. A task has the router's parameters and what the last merge added up. A silo scores its own token by the
-router's attention over two tokens: its own, and the mean one of the last merge. Its router factor is g = e^score, its
-factor in the merge u = g q, with its own minimax weight q (eq 10), which it keeps. Both are bounded, so that no silo
-counts more than ``router_ratio`` times another one. All sums have equal weights: a silo multiplies what it adds by its
-factor, and adds the factor too, so that the coordinator divides by the sum of factors.
+Our variant of RCSR (Zhou et al., 2026, arXiv 2604.22885) for secure sums: a silo's statistics leave it only as a part
+of sums. A task contains the router's parameters and the sums of the last merge. The router's attention scores the
+silo's token over two tokens, the silo's own and the mean token of the last merge. The silo's router factor is
+g = e^score, and its factor in the merge is u = g q, with its minimax weight q (eq 10), which stays at the silo. Both
+factors are bounded, so that no silo counts more than ``router_ratio`` times another one. All sums have equal weights: a
+silo multiplies its values by its factor and also adds the factor itself; the coordinator divides by the sum of factors.
 
 The router's loss (eqs 8 and 9) depends on the silos through M_v = sum_k w_k p_v^k, D = sum_k w_k d_k and the entropy of
 w alone, with w_k = g_k / sum_j g_j, since sum_k w_k (1 - cos(d_k, unit(D))) = 1 - |D| for unit vectors d_k. So its
 gradient is a sum over silos, sum_k w_k s_k grad(score_k), where s_k is the derivative of the loss as the sums move
-towards the silo's own values. A silo finds s_k by the sums of the last merge, as nobody knows the present ones yet.
+towards the silo's own values. A silo computes s_k with the sums of the last merge, because those of the present one are
+not known until all silos have answered.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Heard:
-    """What a silo is told with a task."""
+class _Received:
+    """The content of a task that the router needs."""
 
     values: Tensor  # float32 [R], the router's parameters
     mixes: Tensor  # [4, r], see _MIX
@@ -142,16 +143,16 @@ class SiloRouter:
         Raises:
             RemoteWireError: the task is of another router.
         """
-        heard, options = self._heard(task, silo), self.options
-        own, observed = self._own(found, silo, heard), found.loss > fairness.NOTHING
-        loss = min(found.loss / (heard.mean_loss or 1.0), LARGEST)  # as it is added up, since sums are bounded
-        relative = loss if observed and heard.mean_loss else 1.0
+        received, options = self._received(task, silo), self.options
+        own, observed = self._own(found, silo, received), found.loss > fairness.NOTHING
+        loss = min(found.loss / (received.mean_loss or 1.0), LARGEST)  # as it is added up, since sums are bounded
+        relative = loss if observed and received.mean_loss else 1.0
         log_q = self._log_q(before, relative)
         tokens = self._tokens(
-            found, own, silo, relative if options.router_losses == "normalised" else found.loss, heard
+            found, own, silo, relative if options.router_losses == "normalised" else found.loss, received
         )
         with torch.no_grad():
-            score = float(router.logits(router.views(heard.values, self.layout), tokens)[0])
+            score = float(router.logits(router.views(received.values, self.layout), tokens)[0])
         log_g = self._bounded(score) if self._used(task.round) else 0.0
         g, u = (math.exp(each - self._bound) for each in (log_g, self._bounded(log_g + log_q)))  # at most 1
         numbers = torch.cat([tokens[0, 2 * self.context.dim :], torch.tensor([score, log_g]).clamp(-LARGEST, LARGEST)])
@@ -164,8 +165,8 @@ class SiloRouter:
         if observed:
             rows[_LOSSES[fairness.group_of(silo)]] = loss, torch.zeros(0)
         gradient = torch.zeros(self.layout.size)
-        if self._rate(task.round) and heard.known:
-            gradient = g * self._gradient(heard, tokens, own, silo, task, score)
+        if self._rate(task.round) and received.known:
+            gradient = g * self._gradient(received, tokens, own, silo, task, score)
             gradient /= torch.linalg.vector_norm(gradient).clamp_min(_LONGEST)  # so that no value is above 1
         held = torch.tensor([int(name in rows) for name in self.names])
         sent = torch.stack([self._row(*rows.get(name, (0.0, torch.zeros(0)))) for name in self.names])
@@ -173,14 +174,14 @@ class SiloRouter:
         kept = {_LOG_Q: torch.tensor(log_q, dtype=torch.float64)}
         return (update, RouterSums(gradient.numpy(), sent.numpy(), held.numpy())), kept
 
-    def _heard(self, task: Task, silo: SiloFacts) -> _Heard:
+    def _received(self, task: Task, silo: SiloFacts) -> _Received:
         sums = take(task.payloads, RouterSums)
         self.check(sums, down=True)
         rows, known, place = as_tensor(sums.rows), sums.support > 0, len(_MIXES) + fairness.group_of(silo)
         target = prototypes.read_download(take(task.payloads, ModalityPrototypes))
         all_known = bool(known[: len(_MIXES)].all()) and None not in target
         mean = float(rows[place, 0]) if known[place] else None
-        return _Heard(as_tensor(sums.values), rows[: len(_MIXES)], all_known, bool(known[3]), mean, target)
+        return _Received(as_tensor(sums.values), rows[: len(_MIXES)], all_known, bool(known[3]), mean, target)
 
     def _bounded(self, log_factor: float) -> float:
         return max(-self._bound, min(log_factor, self._bound))
@@ -202,13 +203,13 @@ class SiloRouter:
         value = relative - 1 if options.fair_center else relative
         return pull * float(before.get(_LOG_Q, torch.zeros(()))) + options.fair_eta * value
 
-    def _own(self, found: Measured, silo: SiloFacts, heard: _Heard) -> Tensor:
+    def _own(self, found: Measured, silo: SiloFacts, received: _Received) -> Tensor:
         """[3, 1 + d]: the silo's prototypes, zero of a modality that it lacks, and their direction d_k.
 
         The first number is 1 of a row that the silo adds. The direction has the filler in place of what is missing.
         """
         own, both = torch.zeros(3, self._wide), list[Tensor]()
-        fillers = heard.target if self.options.filler == "ema" else (None, None)
+        fillers = received.target if self.options.filler == "ema" else (None, None)
         for place, (prototype, filler) in enumerate(zip(found.prototypes, fillers, strict=True)):
             if prototype is not None:
                 own[place, 0], own[place, 1:] = 1.0, prototype
@@ -217,27 +218,27 @@ class SiloRouter:
             own[2, 0], own[2, 1:] = 1.0, unit(both[0] - both[1])
         return own
 
-    def _tokens(self, found: Measured, own: Tensor, silo: SiloFacts, loss: float, heard: _Heard) -> Tensor:
+    def _tokens(self, found: Measured, own: Tensor, silo: SiloFacts, loss: float, received: _Received) -> Tensor:
         """The silo's token and, if known, the mean one of the last merge: [2, 2d + 8], within :data:`LARGEST`."""
         facts = torch.tensor([prototypes.has(silo)]), found.geometry[None].float(), torch.tensor([loss])
         token = router.tokens(own[None, :2, 1:], *facts, hide_filled=True).clamp(-LARGEST, LARGEST)
-        if not heard.token:
+        if not received.token:
             return token
-        mean = torch.cat([heard.mixes[:2, 1 : self._wide].flatten(), heard.mixes[3, 1 : 1 + _SCORE]])
+        mean = torch.cat([received.mixes[:2, 1 : self._wide].flatten(), received.mixes[3, 1 : 1 + _SCORE]])
         return torch.cat([token, mean[None]])
 
     def _gradient(
-        self, heard: _Heard, tokens: Tensor, own: Tensor, silo: SiloFacts, task: Task, score: float
+        self, received: _Received, tokens: Tensor, own: Tensor, silo: SiloFacts, task: Task, score: float
     ) -> Tensor:
         """s_k grad(score_k), float32 [R], with dropout; zero if the score is at its bound and would move beyond it."""
-        target = torch.stack([each for each in heard.target if each is not None])
+        target = torch.stack([each for each in received.target if each is not None])
         # The entropy's part is log w_k + H(w), which log g_k stands for: the mean score is kept near 0.
-        rising = slope(heard.mixes[:3, : self._wide], own, target, self.options)
+        rising = slope(received.mixes[:3, : self._wide], own, target, self.options)
         rising += self.options.beta4 * self._bounded(score)
         if abs(score) > self._bound and score * rising < 0:
-            return torch.zeros_like(heard.values)
+            return torch.zeros_like(received.values)
         generator = torch_generator(self.context.seed, "rcsr", "dropout", task.base_version, silo.name)
-        parameters = heard.values.clone().requires_grad_()
+        parameters = received.values.clone().requires_grad_()
         found = router.logits(router.views(parameters, self.layout), tokens, generator)[0]
         (gradient,) = torch.autograd.grad(found, parameters)
         return rising * gradient
@@ -253,7 +254,7 @@ class SiloRouter:
         return {"router": values, **moments, **groups, _MIX: torch.zeros(len(_MIXES), self._width)}
 
     def task(self, tensors: Mapping[str, Tensor]) -> RouterSums:
-        """What a silo is told: the router, the last sums and the groups' mean losses."""
+        """The payload of a task: the router's parameters, the last sums and the groups' mean losses."""
         losses = torch.zeros(len(_LOSSES), self._width)
         losses[:, 0] = tensors["fair_running"]
         known = torch.cat([tensors[_MIX][:, 0] > 0, tensors["fair_seen"]])

@@ -60,19 +60,12 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """The coordinator under attack.
+    """The coordinator under attack."""
 
-    Args:
-        port: of the coordinator, on 127.0.0.1.
-        run: the run's name.
-        keys: a folder with the accepted keys and the private keys of ``silo-00`` and :data:`HOSTILE`.
-        over: set when the attack has to end.
-    """
-
-    port: int
+    port: int  # of the coordinator, on 127.0.0.1
     run: str
-    keys: Path
-    over: threading.Event
+    keys: Path  # a folder with the accepted keys and the private keys of ``silo-00`` and :data:`HOSTILE`
+    over: threading.Event  # set when the attack has to end
 
     @property
     def uri(self) -> str:

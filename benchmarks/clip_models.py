@@ -26,17 +26,11 @@ _TINY = {
 
 @dataclass(frozen=True)
 class ClipModel:
-    """A model of open_clip.
+    """A model of open_clip."""
 
-    Args:
-        name: of the model, or path of its .json configuration.
-        edge: of its images [pixels].
-        dim: of its embeddings.
-    """
-
-    name: str = "ViT-B-32"
-    edge: int = 224
-    dim: int = 512
+    name: str = "ViT-B-32"  # of the model, or path of its .json configuration
+    edge: int = 224  # of its images [pixels]
+    dim: int = 512  # of its embeddings
 
 
 def clip_model(folder: Path, *, smoke: bool) -> ClipModel:

@@ -65,19 +65,12 @@ class Campaign:
 
 @dataclass
 class Tally:
-    """Results of one kind.
+    """Results of one kind."""
 
-    Args:
-        outcomes: how often each outcome occurred.
-        slowest: longest processor time of an example [s].
-        memory: largest memory above that before an example [MB].
-        failure: how an example failed; empty if none did.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    slowest: float = 0.0
-    memory: float = 0.0
-    failure: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)  # how often each outcome occurred
+    slowest: float = 0.0  # longest processor time of an example [s]
+    memory: float = 0.0  # largest memory above that before an example [MB]
+    failure: str = ""  # how an example failed; empty if none did
 
 
 def campaign_of(kind: Kind) -> Campaign:

@@ -36,22 +36,14 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """Size of the measurements.
+    """Size of the measurements."""
 
-    Args:
-        pairs: number of pairs for the throughput; ``compared``: for the comparison with the CPU.
-        batch: batch size for the throughput.
-        repeats: repeats of the throughput.
-        images: number of synthetic images for the runs.
-        silos: number of silos in the run of rcsr_mr50_clip; also its numbers of rounds and hosts.
-    """
-
-    pairs: int = 2048
-    compared: int = 32
+    pairs: int = 2048  # for the throughput, like ``batch`` and ``repeats``
+    compared: int = 32  # pairs for the comparison with the CPU
     batch: int = 128
     repeats: int = 5
-    images: int = 1600
-    silos: int = 30
+    images: int = 1600  # synthetic, for the runs
+    silos: int = 30  # in the run of rcsr_mr50_clip, like ``rounds`` and ``hosts``
     rounds: int = 6
     hosts: int = 4
 
@@ -61,21 +53,13 @@ _SMOKE = Size(pairs=8, compared=8, batch=4, repeats=1, images=40, silos=4, round
 
 @dataclass
 class Bench:
-    """The state of one call.
+    """The state of one call."""
 
-    Args:
-        device: ``cuda:0``, or ``cpu`` for a rehearsal.
-        model: measured.
-        size: of the measurements.
-        folder: for files, removed at the end.
-        until: time at which no further step starts and a running one ends [s, monotonic].
-    """
-
-    device: str
+    device: str  # ``cuda:0``, or ``cpu`` for a rehearsal
     model: ClipModel
     size: Size
-    folder: Path
-    until: float
+    folder: Path  # for files, removed at the end
+    until: float  # time at which no further step starts and a running one ends [s, monotonic]
     numbers: list[Number] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -162,11 +146,7 @@ def peak_memory(device: str) -> Iterator[list[float]]:
 
 
 def _run(bench: Bench, out: str, *settings: str) -> tuple[dict[str, Any], float]:
-    """Run rcsr_mr50_clip with random weights on synthetic images.
-
-    Returns:
-        The summary, and the peak memory of the device [GiB].
-    """
+    """Run rcsr_mr50_clip on synthetic images: its summary, and the peak memory of the device [GiB]."""
     manifest = bench.folder / "list.csv"
     if not manifest.exists():
         synthetic_manifest(bench.folder, bench.size.images)

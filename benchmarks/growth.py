@@ -54,19 +54,12 @@ def _items(count: float) -> Roster:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is varied.
-
-    Args:
-        title: what its sizes are.
-        unit: of its sizes.
-        sizes: ascending.
-        roster: the run of a size.
-    """
+    """What is varied."""
 
     title: str
-    unit: str
-    sizes: tuple[float, ...]
-    roster: Callable[[float], Roster]
+    unit: str  # of its sizes
+    sizes: tuple[float, ...]  # ascending
+    roster: Callable[[float], Roster]  # the run of a size
 
 
 AXES: Mapping[str, Axis] = {
@@ -78,38 +71,23 @@ AXES: Mapping[str, Axis] = {
 
 @dataclass(frozen=True)
 class Point:
-    """Cost of a run of one size.
+    """Cost of a run of one size."""
 
-    Args:
-        size: in the unit of its axis.
-        round_s: time per round [s].
-        memory_mb: peak memory of all processes [MB PSS].
-        start_s: from the command until all silos were ready, features and partition not in the cache [s].
-        sent_mb: models sent per merged task [MB]: the size of the model, and more if tasks were sent again.
-        load: one-minute load average of the machine at the end; four processes at work make 4.
-        commit: of the checkout.
-    """
-
-    size: float
-    round_s: float
-    memory_mb: float
-    start_s: float
-    sent_mb: float
-    load: float = 0.0
+    size: float  # in the unit of its axis
+    round_s: float  # time per round [s]
+    memory_mb: float  # peak memory of all processes [MB PSS]
+    start_s: float  # from the command until all silos were ready, features and partition not in the cache [s]
+    sent_mb: float  # models sent per merged task [MB]: the size of the model, and more if tasks were sent again
+    load: float = 0.0  # one-minute load average of the machine at the end; four processes at work make 4
     commit: str = ""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When an axis ends before its largest size.
+    """When an axis ends before its largest size."""
 
-    Args:
-        until: end of all measurements [s, monotonic].
-        memory_mb: most memory that a run may be expected to take [MB].
-    """
-
-    until: float
-    memory_mb: float
+    until: float  # end of all measurements [s, monotonic]
+    memory_mb: float  # most memory that a run may be expected to take [MB]
 
     def refusal(self, points: Sequence[Point], size: float, rounds: int) -> str:
         """Why a run is not started whose cost continues the line through the last two points; empty if it is."""
@@ -129,15 +107,10 @@ class Limits:
 
 @dataclass
 class Series:
-    """What was measured along an axis.
+    """What was measured along an axis."""
 
-    Args:
-        points: ascending by size.
-        missing: why they end before the largest size; empty if they do not.
-    """
-
-    points: list[Point] = field(default_factory=list)
-    missing: str = ""
+    points: list[Point] = field(default_factory=list)  # ascending by size
+    missing: str = ""  # why they end before the largest size; empty if they do not
 
     def go_on(self, name: str, sizes: Sequence[float], limits: Limits) -> Iterator[str]:
         """Measure the axis of this name from its smallest size without a point, to its largest size or a limit.
@@ -186,12 +159,7 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
 
 
 def rises(points: Sequence[Point], cost: str) -> Iterator[tuple[float, Point, Point]]:
-    """For each point its cost per unit as a multiple of the least before it, the point of that least, and the point.
-
-    Args:
-        points: ascending by size.
-        cost: attribute of a point.
-    """
+    """For each point its cost per unit as a multiple of the least before it, the point of that least, and the point."""
     for number, point in enumerate(points[1:], 1):
         cheapest = min(points[:number], key=lambda each: _per_unit(each, cost))
         yield _per_unit(point, cost) / _per_unit(cheapest, cost), cheapest, point

@@ -38,21 +38,13 @@ _RUN_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run.
+    """One run."""
 
-    Args:
-        digest: of the released model; empty if the run did not end.
-        seconds: until the coordinator ended.
-        memory: peak resident memory of the coordinator [MiB].
-        descriptors: most file descriptors that the coordinator had open.
-        log: size of the coordinator's message log [KiB].
-    """
-
-    digest: str
-    seconds: float
-    memory: float
-    descriptors: int
-    log: float
+    digest: str  # of the released model; empty if the run did not end
+    seconds: float  # until the coordinator ended
+    memory: float  # peak resident memory of the coordinator [MiB]
+    descriptors: int  # most file descriptors that the coordinator had open
+    log: float  # size of the coordinator's message log [KiB]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -104,6 +104,7 @@ MITIGATIONS = {
     "noise on updates": "clip_norm: <clip>, noise_multiplier: 0.05",
     "clipped updates": "clip_norm: <clip>",
     "noise on statistics": "statistics: {<statistics>}",
+    "noise in local steps": "items: {group: 8, clip_norm: <clip>, noise_multiplier: 0.5}",
     "secure aggregation": "secure_aggregation: {max_weight: 1.0, min_contributors: 1.0}",
 }
 _UPDATES = ("delta", "partial_delta")
@@ -183,7 +184,9 @@ def values_of(measured: PayloadProbe) -> dict[str, float]:
 
 
 def allowed(method: str, mitigation: str) -> bool:
-    """Whether a mitigation changes what a method's silos send; another optimiser has a row without any."""
+    """Whether a mitigation is measured with a method: it changes what silos send, or how they train."""
+    if mitigation == "noise in local steps":
+        return method.startswith("fedavg")
     if method.endswith("sgd"):
         return mitigation == "none"
     by_class = "memory" in METHODS[method].statistics or "class_prototypes" in METHODS[method].statistics

@@ -51,13 +51,7 @@ def link_of(uri: str, keys: Path, out: Path, name: str) -> Channel:
 
 @contextmanager
 def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[tuple[Listener, Roster, MessageLog]]:
-    """Keys for all peers, and the coordinator's listener, roster and log.
-
-    Args:
-        bind: URI to listen on.
-        folder: empty folder for ``keys`` and the logs.
-        names: of the silos.
-    """
+    """Keys for all peers, and the coordinator's listener, roster and log."""
     keep_buffers()  # as the coordinator's process does
     keys = folder / "keys"
     init_keys(keys, (COORDINATOR, *names))

@@ -26,44 +26,26 @@ _VERSIONS = ("numpy", "pyzmq", "cryptography")
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number.
-
-    Args:
-        name: what was measured.
-        value: the measurement; the median of repeats.
-        unit: e.g. ``ms``.
-        aim: target in words; empty without a target.
-        low: minimum of the repeats.
-        high: maximum of the repeats.
-    """
+    """One measured number."""
 
     name: str
-    value: float
-    unit: str
-    aim: str = ""
-    low: float | None = None
+    value: float  # the median of repeats
+    unit: str  # e.g. ``ms``
+    aim: str = ""  # target in words; empty without a target
+    low: float | None = None  # minimum of the repeats
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a benchmark.
-
-    Args:
-        name: of the benchmark.
-        numbers: in display order.
-        notes: remarks for the table's caption.
-        load: one-minute load average before and after.
-        seconds: that it took [s].
-        failed: why there are no numbers; empty if there are.
-    """
+    """Result of a benchmark."""
 
     name: str
     numbers: tuple[Number, ...]
-    notes: tuple[str, ...] = ()
-    load: tuple[float, float] = (0.0, 0.0)
+    notes: tuple[str, ...] = ()  # remarks for the table's caption
+    load: tuple[float, float] = (0.0, 0.0)  # one-minute load average before and after
     seconds: float = 0.0
-    failed: str = ""
+    failed: str = ""  # why there are no numbers; empty if there are
 
 
 def spread(name: str, values: Sequence[float], unit: str, aim: str = "") -> Number:

@@ -22,17 +22,11 @@ _RESULT = TypeAdapter(Result)
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark.
+    """One benchmark."""
 
-    Args:
-        module: whose function ``run(*, smoke: bool) -> Result`` measures; ``smoke``: the smallest size, in seconds.
-        limit_s: a benchmark that takes longer is ended, and the command fails [s].
-        by_default: whether it runs unless others are named.
-    """
-
-    module: str
-    limit_s: float
-    by_default: bool = True
+    module: str  # whose function ``run(*, smoke: bool) -> Result`` measures; ``smoke``: the smallest size, in seconds
+    limit_s: float  # a benchmark that takes longer is ended, and the command fails [s]
+    by_default: bool = True  # whether it runs unless others are named
 
 
 #: Limits are two to four times the time on two idle cores; all together may take ten minutes, whatever their limits.

@@ -55,25 +55,15 @@ def rcsr_scenario(folder: Path, *, smoke: bool) -> Path:
 
 @dataclass(frozen=True)
 class Roster:
-    """Size of a run of RCSR on synthetic features.
-
-    Args:
-        silos: number of silos.
-        items: number of training items of all silos together.
-        width: of images and texts, which decides about the size of the model.
-        rounds: number of rounds.
-        selected: number of silos that train in each round.
-        missing: share of the silos with one modality.
-        test: number of test items; at least one for each silo.
-    """
+    """Size of a run of RCSR on synthetic features."""
 
     silos: int
-    items: int
-    width: int
+    items: int  # number of training items of all silos together
+    width: int  # of images and texts, which decides about the size of the model
     rounds: int
-    selected: int
-    missing: float = 0.5
-    test: int = 20
+    selected: int  # number of silos that train in each round
+    missing: float = 0.5  # share of the silos with one modality
+    test: int = 20  # number of test items; at least one for each silo
 
 
 def roster_scenario(folder: Path, roster: Roster) -> Path:
@@ -98,14 +88,7 @@ def roster_scenario(folder: Path, roster: Roster) -> Path:
 
 
 def synthetic_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
-    """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them.
-
-    Args:
-        path: of the file, ``.npz``.
-        train: number of training items.
-        test: number of test items.
-        width: of images and texts.
-    """
+    """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them."""
     generator = np.random.default_rng(0)
     latent = generator.standard_normal((train + test, width), dtype=np.float32)
     noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
@@ -118,13 +101,6 @@ def simulated(
     scenario: Path, out: Path, *settings: str, options: Sequence[str] = (), limit_s: float = 300.0
 ) -> dict[str, Any]:
     """Run ``fedmq scenario`` and return its summary.
-
-    Args:
-        scenario: its file.
-        out: the run folder, new.
-        settings: ``key=value`` arguments of ``--set``.
-        options: further options of the command.
-        limit_s: time limit [s].
 
     Raises:
         subprocess.SubprocessError: the run failed or exceeded the time limit.

@@ -85,13 +85,7 @@ def _phases(run: Path) -> dict[str, float]:
 
 
 def _imports(who: str, code: str, *words: str) -> Iterator[Number]:
-    """Seconds that a process spends in its imports: in total, and by package.
-
-    Args:
-        who: whose imports these are.
-        code: what it executes.
-        words: its arguments.
-    """
+    """Seconds that a process spends in its imports: in total, and by package."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code, *words], capture_output=True, text=True, check=True
     )

@@ -25,17 +25,7 @@ import protocols
 from fedmq.config.resolve import load
 from fedmq.config.scenario import ProtocolChoice, Scenario
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import (
-    Context,
-    FederatedProtocol,
-    Local,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    Update,
-    take,
-)
+from fedmq.federation.protocol import Context, FederatedProtocol, Local, SiloFacts, State, Task, Trained, Update, take
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.payloads import Model
 from protocols.fedavg import AnchoredFedAvg
@@ -57,26 +47,15 @@ METHODS = {
 
 @dataclass
 class Federation:
-    """The silos of a scenario, which train in turn in this process.
-
-    Args:
-        scenario: the resolved scenario.
-        population: its data.
-        context: of the run.
-        model: the model that all silos use.
-        method: the method.
-        state: the coordinator's state.
-        personal: the silos' personal tensors, by silo.
-        version: number of merges.
-    """
+    """The silos of a scenario, which train in turn in this process."""
 
     scenario: Scenario
     population: Population
     context: Context
     model: TwoTower
     method: FederatedProtocol
-    state: State
-    personal: dict[int, dict[str, Tensor]]
+    state: State  # the coordinator's state
+    personal: dict[int, dict[str, Tensor]]  # the silos' personal tensors, by silo
     version: int = 0
 
     @classmethod

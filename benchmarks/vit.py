@@ -116,19 +116,12 @@ def _fastest() -> None:
 
 @dataclass(frozen=True)
 class Rates:
-    """Training rates of a silo and of the plain loop, measured alternately.
+    """Training rates of a silo and of the plain loop, measured alternately."""
 
-    Args:
-        silo: of each repeat [samples/s].
-        bare: likewise.
-        parameters: trained by the silo.
-        same: whether the plain loop trains as many.
-    """
-
-    silo: tuple[float, ...]
-    bare: tuple[float, ...]
-    parameters: int
-    same: bool
+    silo: tuple[float, ...]  # of each repeat [samples/s]
+    bare: tuple[float, ...]  # likewise
+    parameters: int  # trained by the silo
+    same: bool  # whether the plain loop trains as many
 
     @property
     def multiples(self) -> list[float]:

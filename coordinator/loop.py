@@ -270,6 +270,7 @@ class Loop:
         self._handle(event, record)
         if not gathering or self.rounds.phase is events.Phase.GATHERING:
             return
+        self.status.update(self.rounds, self._seen, force=True)  # the command measures its start-up time by it
         now = self.clock.stopwatch()
         if "startup" not in self.counters.seconds:
             self.counters.add_seconds("startup", now - self._began + self.counters.seconds.pop("gathering", 0.0))

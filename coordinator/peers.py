@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from coordinator.faults import FaultInjector, Frames
 from coordinator.round_events import Failed
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
-from fedmq.profiling import party
+from fedmq.profiling import party, span
 from fedmq.storage.logs import ErrorFile
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
@@ -136,6 +137,9 @@ class Peers(ABC):
     def settle(self) -> None:  # noqa: B027 - silos of other processes reply only once their states are on disk
         """Wait until the personal states of silos whose replies have arrived are on disk."""
 
+    def close(self) -> None:  # noqa: B027 - peers of other processes close their own
+        """Wait for the answers that are being computed in this process; no others are begun."""
+
     def note_unlogged(self) -> None:  # noqa: B027 - nothing is left to log where every refusal is
         """Log the number of refusals that were counted but not logged since the last call."""
 
@@ -151,10 +155,15 @@ class PeerFunctions:
     answers: Mapping[str, PeerFunction]  # the function of each silo and of the evaluator, by name
     committed: Callable[[Mapping[str, int]], None]  # tells the silos their last committed tasks
     settle: Callable[[], None]  # writes the personal states of the silos to disk
+    pool: ThreadPoolExecutor | None = None  # computes answers of several peers at a time; None: one, when it is read
 
 
 class InProcessPeers(Peers):
-    """All peers of a run as functions; the message log receives notes only."""
+    """All peers of a run as functions; the message log receives notes only.
+
+    With a pool, requests to different peers are answered in parallel, while their answers are read in the order of the
+    requests: each answer depends only on the request and on its peer's state, so the result is that of one thread.
+    """
 
     uri = "inline"
     wired = False
@@ -165,18 +174,26 @@ class InProcessPeers(Peers):
         self._errors = {name: ErrorFile(folder.errors(name)) for name in peers.answers}
         self.queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(peers.answers))
         self._joined: set[str] = set()
+        self._begun: dict[str, Future[tuple[Payload, ...]]] = {}  # the first unread answer of each peer
+
+    @override
+    def close(self) -> None:
+        if self._peers.pool is not None:
+            self._peers.pool.shutdown(cancel_futures=True)
 
     @override
     def committed(self, tasks: Mapping[str, int]) -> None:
+        wait(self._begun.values())  # they use the states
         self._peers.committed(tasks)
 
     @override
     def settle(self) -> None:
+        wait(self._begun.values())
         self._peers.settle()
 
     @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
-        """The next peer that joins, or the answer to the oldest open request, computed in this call."""
+        """The next peer that joins, or the answer to the oldest open request."""
         if not self.queue:
             return None
         item = self.queue.popleft()
@@ -191,8 +208,7 @@ class InProcessPeers(Peers):
         payloads: tuple[Payload, ...]
         kind = Kind.REPLY
         try:
-            with party(header.receiver):
-                payloads = self._peers.answers[header.receiver](request)
+            payloads = self._payloads(request)
         except DiskError:
             raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:
@@ -213,6 +229,21 @@ class InProcessPeers(Peers):
             ),
             payloads,
         )
+
+    def _payloads(self, request: Message) -> tuple[Payload, ...]:
+        pool, begun = self._peers.pool, self._begun.pop(request.header.receiver, None)
+        if pool is None:
+            return self._compute(request)
+        with span("wait"):
+            return (begun or pool.submit(self._compute, request)).result()
+
+    def _compute(self, request: Message) -> tuple[Payload, ...]:
+        name = request.header.receiver
+        with party(name):
+            payloads = self._peers.answers[name](request)
+        for payload in payloads:
+            _ = payload.largest  # kept for :meth:`take`
+        return payloads
 
     @override
     def take(self, address: bytes, frames: Sequence[Any], header: Header | None = None) -> Any:
@@ -237,6 +268,9 @@ class InProcessPeers(Peers):
         self.sent += 1
         if isinstance(message, Message) and message.header.kind in (Kind.TASK, Kind.EVALUATE):
             self.queue.append(message)
+            # A later request of the same peer follows the answer to this one.
+            if self._peers.pool is not None and name not in self._begun:
+                self._begun[name] = self._peers.pool.submit(self._compute, message)
         return 1
 
     @override

@@ -136,10 +136,10 @@ def run_coordinator(
             # Before anything is written, so that an unusable address leaves no folder behind.
             wire = closing.enter_context(contextlib.closing(_listener(arguments, identity, accepted, max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
-        roster: Peers
         if peers is not None and population is not None:
             log.note(LogEvent.INLINE)
-            roster = InProcessPeers(peers(population), run.id, log, clock, folder)
+            roster: Peers = InProcessPeers(peers(population), run.id, log, clock, folder)
+            closing.callback(roster.close)
         else:
             roster = _roster(arguments, wire, (identity, accepted), data, log, clock, max_body, admission)
         log.logger.info("listening", uri=roster.uri, silos=len(scenario.silo_names))

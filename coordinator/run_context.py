@@ -16,6 +16,7 @@ from coordinator.participation import RoundsPlan, Trace, cohort_size, sampling_o
 from coordinator.round_events import Action, Send
 from fedmq import seeds
 from fedmq.config.privacy import Privacy
+from fedmq.config.resolve import no_secure_sum
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Cost
 from fedmq.errors import InputError
@@ -23,7 +24,7 @@ from fedmq.federation import updates
 from fedmq.federation.agreement import RunData
 from fedmq.federation.faults import FaultSchedule, TaskOutcome
 from fedmq.federation.noise import affordable_tasks, check_privacy
-from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits, defines_sum, why_no_sum
+from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, State, Traits
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.profiling import span
 from fedmq.runs.run_records import EvaluatedItems
@@ -292,10 +293,8 @@ def run_context_of(scenario: Scenario, data: RunData, folder: RunFolder) -> tupl
 
 def _check_sum(scenario: Scenario, method: FederatedProtocol) -> None:
     """Refuse secure aggregation with a method, or options of it, that need single updates."""
-    if why := why_no_sum(method):
-        able = [name for name in protocols.names() if defines_sum(protocols.load(name))]
-        found, allowed = f"with {scenario.protocol.label}: {why}", f"null, or a method of {', '.join(able)}"
-        raise InputError("privacy.secure_aggregation", found, allowed)
+    if why := method.no_sum():
+        raise no_secure_sum(scenario.protocol, why)
     if (sections := len(method.sum_layout().sizes)) > MAX_ENTRIES:
         found = f"with {sections} branches and class rows of {scenario.protocol.label}"
         raise InputError("privacy.secure_aggregation", found, f"at most {MAX_ENTRIES}")

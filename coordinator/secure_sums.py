@@ -206,7 +206,7 @@ class SecureSums:
             privacy = privacy.model_copy(update={"clip_norm": clip_norm(state, privacy)})
         rows = np.stack([found[name].numpy() for name in layout.sizes])
         for place, name in enumerate(layout.sizes):
-            if (wrong := singles_out(rows[place], self._options)) is None:
+            if (wrong := singles_out(rows[place], self._options, layout.ratios[place])) is None:
                 continue
             rows[place] = 0.0
             if place < layout.first_row:
@@ -224,7 +224,8 @@ class SecureSums:
         assert self._sum is not None  # noqa: S101 - the weights are known
         left = Survivors(tuple(self._masked))
         try:
-            secure_sum.check_policy(self._sum.weights, self._options, 1, self._layout.first_row, left)
+            layout = self._layout
+            secure_sum.check_policy(self._sum.weights, self._options, 1, layout.first_row, layout.ratios, left)
         except RemoteWireError as error:
             return error.detail
         return ""

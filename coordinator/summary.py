@@ -21,7 +21,7 @@ from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.agreement import RunData
-from fedmq.federation.noise import UPDATES, epsilon_of, spent, spent_by_task
+from fedmq.federation.noise import UPDATES, epsilon_of, item_epsilon, spent, spent_by_items, spent_by_task
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -218,6 +218,7 @@ def _optional_keys(
         "best": evaluation.best and evaluation.best.best,
         "ended_by": _ended_by(loop),
         "privacy": _privacy_spent(loop),
+        "item_privacy": _item_privacy(loop),
     }
     found = {name: value for name, value in optional.items() if value}
     if traits.public_items is not None:
@@ -237,6 +238,26 @@ def _privacy_spent(loop: Loop) -> PrivacySpent | None:
     plain = sorted(kind for kind in kinds if not spent((kind,), privacy))
     delta = 1e-5 if privacy.budget is None else privacy.budget.delta
     epsilon = epsilon_of(tasks * each, delta, sums=privacy.secure_aggregation is not None)
+    return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks, without_noise=plain)
+
+
+def _item_privacy(loop: Loop) -> PrivacySpent | None:
+    """The largest epsilon of a training item over silos, with noise in local steps."""
+    run_context, sequences = loop.run_context, loop.rounds.sequences
+    scenario, privacy = run_context.scenario, run_context.scenario.privacy
+    if privacy.items is None or not privacy.items.noise_multiplier:
+        return None
+    kinds, delta = {kind.KIND for one in sent_kinds(run_context) for kind in one}, 1e-5
+    each = spent_by_items(kinds, privacy)
+    known = {
+        (run_context.samples[silo.index], sequences[silo.name])
+        for silo in run_context.context.silos
+        if sequences.get(silo.name)
+    }
+    epsilon, tasks = max(
+        ((item_epsilon(scenario, n, tasks, tasks * each, delta), tasks) for n, tasks in known), default=(0.0, 0)
+    )
+    plain = sorted(kind for kind in kinds - {update.KIND for update in UPDATES} if not spent_by_items((kind,), privacy))
     return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks, without_noise=plain)
 
 
@@ -285,9 +306,11 @@ def finish(loop: Loop, data: RunData, clock: Clock, initial: torch.Tensor, admis
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
     shared = any(kinds & set(UPDATES) for kinds in sent_kinds(run_context))
     if shared and torch.equal(state.theta, initial):
+        sums = " Secure sums leave out what would single a silo out; see branches_left_alone in metrics.jsonl."
         raise RunError(
             "no silo trained: the model is identical to the initial one after all rounds. Silos that lack what the "
-            "method trains on send zeros, as do silos with learning rate 0; see `loss` in metrics.jsonl"
+            "method trains on send zeros, as do silos with learning rate 0; see loss in metrics.jsonl."
+            + (sums if run_context.scenario.privacy.secure_aggregation is not None else "")
         )
     config = release.write_model(run_context, state.theta, protocol.release(state), data)
     # Logged before the summary is written, so that a run with a summary always has this record.

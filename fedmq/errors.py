@@ -38,14 +38,7 @@ class InputError(FedmqError):
 
 
 class DataItemError(InputError):
-    """An item of a data set cannot be used; the message ends with the command that lists all problems of the data.
-
-    Args:
-        place: as for every InputError.
-        found: likewise.
-        usable: what is accepted.
-        command: the command.
-    """
+    """An item of a data set cannot be used; the message ends with the command that lists all problems of the data."""
 
     def __init__(self, place: str, found: object, usable: str, command: str = "fedmq data check") -> None:
         self.usable = usable

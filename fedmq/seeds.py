@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """Derive a 63-bit seed from the scenario's seed and a path.
+    """Derive a seed, from 0 and below 2**63, from the scenario's seed and a path.
 
     Parts are length-prefixed and typed before hashing, so ``("a", "bc")``, ``("ab", "c")`` and ``(1,)`` against
     ``("1",)`` all differ.
@@ -20,9 +20,6 @@ def derive(seed: int, *path: str | int) -> int:
     Args:
         seed: the scenario's seed.
         path: name of the draw, e.g. ``("participation", round)``.
-
-    Returns:
-        A non-negative integer below 2**63.
     """
     digest = hashlib.sha256(b"fedmq-seed")
     for part in (seed, *path):

@@ -15,10 +15,21 @@ from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, FederatedProtocol, ReportedValue, Traits
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    ReportedValue,
+    Traits,
+    defines_sum,
+    protects_items,
+    why_no_items,
+)
 from fedmq.models.objective_registry import OBJECTIVES, ObjectiveKind, network_of
 from fedmq.wire.payloads import PartialDelta
 from protocols import objectives
+from protocols.parts.aggregation import no_sum
+
+_MORE_THAN_A_SUM = "its merge is more than a weighted sum of the updates"
 
 
 def class_problem(found: object) -> str | None:
@@ -73,6 +84,9 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
     kind = load(choice.name)
     options = options_of(kind, choice.options)
     method = kind(options, context)
+    if context.items is not None and (why := why_no_items(method)):
+        able = ", ".join(name for name in names() if protects_items(load(name)))
+        raise InputError("privacy.items", f"with {choice.label}: {why}", f"null, or a method of {able}")
     if check:
         check_traits(choice.label, method, options, context)
     return method
@@ -80,12 +94,6 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
 
 def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
     """Check that a method is consistent with its traits.
-
-    Args:
-        name: name of the method, for the error.
-        method: created with ``options`` and ``context``.
-        options: options of the run.
-        context: context of the run.
 
     Raises:
         InputError: a trait contradicts the method's functions or another trait, or the method keeps no options.
@@ -227,6 +235,8 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
         personal_only=traits.personal_only,
         needs_public=traits.needs_public,
         weighs_single_silos=traits.weighs_single_silos,
+        adapter=traits.adapter,
+        no_sum=no_sum(getattr(options, "branch_renorm", True)) if defines_sum(kind) else _MORE_THAN_A_SUM,
         without_effect=tuple(without_effect(options, around)),
         begins=tuple(beginnings(options, around)),
         preset={key: preset[key] for key in others},

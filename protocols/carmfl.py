@@ -72,16 +72,13 @@ class CarMflOptions(TauOptions):
 
 
 def retrieved(z: Tensor, public: Tensor, labels: tuple[Tensor, Tensor] | None, candidates: int) -> Tensor:
-    """The public item that completes each item (CAR-MFL, ``generate_RAG_mapping``).
+    """The public item that completes each item, int64 [n]; of equals the nearest (CAR-MFL, ``generate_RAG_mapping``).
 
     Args:
         z: [n, d] embeddings of the silo's items.
         public: [N, d] of the public items, in the same modality.
         labels: multi-hot [n, L] and [N, L]; None without labels.
         candidates: see :class:`CarMflOptions`.
-
-    Returns:
-        int64 [n]; of equally similar candidates the nearest one.
     """
     count = 1 if labels is None else min(candidates, len(public))
     x, y, blocks = z.double(), public.double(), []

@@ -52,24 +52,14 @@ from protocols.parts.losses import TauOptions, nothing, refuse_other_bases
 
 @dataclass(frozen=True)
 class PublicItems:
-    """The public items, and the coordinator's model of a method whose coordinator trains on them.
+    """The public items, and the coordinator's model of a method whose coordinator trains on them."""
 
-    Args:
-        dataset: the items, in both modalities.
-        context: context of the run.
-    """
-
-    dataset: SiloDataset
+    dataset: SiloDataset  # the items, in both modalities
     context: Context
 
     @classmethod
     def of(cls, context: Context, name: str, instead: str) -> PublicItems:
         """The public items of a run.
-
-        Args:
-            context: context of the run.
-            name: the method that needs them.
-            instead: a method to use without them.
 
         Raises:
             InputError: the data set marks no public items.

@@ -30,7 +30,7 @@ from fedmq.federation.protocol import (
 from fedmq.federation.sums import SumLayout
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import objectives
-from protocols.parts import aggregation, training
+from protocols.parts import aggregation, item_groups, training
 from protocols.parts.anchoring import Anchoring, AnchoringOptions
 from protocols.parts.losses import TauOptions, info_nce
 
@@ -114,13 +114,17 @@ class FedAvg(FederatedProtocol):
             correction: float32 [P], added to the parameters after every step.
         """
         base = training.load_model(local, take(task.payloads, Model).buffer)
-        work = self.work(local, task)
+        work = item_groups.protected(self.work(local, task), local, self.context, task)
         outcome = training.train_epochs(
             local, self.context, task, base, work, extra=extra, lambda_s=lambda_s, correction=correction, resumable=True
         )
         update = training.delta_payload(self.context, outcome, len(local.dataset))
         kept = {} if work is None else work.kept()
         return Trained((update, *self.statistics(outcome)), kept, outcome.loss, work is None)
+
+    def no_items(self) -> str:
+        """Why other base losses are not covered."""
+        return "" if self.base is None else f"the loss of objective.base {self.context.objective.base} has no groups"
 
     def statistics(self, outcome: training.TrainingResult) -> tuple[Payload, ...]:
         """What a reply reports of local training beside the update: the loss."""
@@ -149,10 +153,6 @@ class FedAvg(FederatedProtocol):
     def sum_layout(self) -> SumLayout:
         """The whole update."""
         return SumLayout(self.context.layout, None, self.branches)
-
-    def no_sum(self) -> str:
-        """Why a merge without conflicts is no sum."""
-        return aggregation.no_sum(self.options.branch_renorm)
 
     def merged(self, theta: Tensor, replies: Sequence[Update], weights: Tensor, *, state: State) -> MergeResult:
         """The result of a merge from its parameters [P], its replies and their weights float64 [M]."""
@@ -230,6 +230,10 @@ class AnchoredFedAvg(FedAvg):
         if local.silo.paired or self.base is not None:
             return super().work(local, task)
         return self.anchoring.work(local, task)
+
+    def no_items(self) -> str:
+        """As FedAvg's: anchors are global prototypes."""
+        return super().no_items()
 
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """FedAvg's weights, and those of the prototypes."""

@@ -111,21 +111,13 @@ def assignment_loss(z: Tensor, target: Tensor, anchors: Tensor, tau: float) -> T
 
 @dataclass(frozen=True)
 class Assigning(training.Work):
-    """Training of a single-modality silo.
+    """Training of a single-modality silo."""
 
-    Args:
-        options: temperatures and weights.
-        local: the silo.
-        batch_size: items per step.
-        anchors: [J, d] centroids of the modality the silo lacks; None without pseudo-labels.
-        teacher: the downloaded model's embeddings.
-    """
-
-    options: FedBridgeOptions
+    options: FedBridgeOptions  # temperatures and weights
     local: Local
-    batch_size: int
-    anchors: Tensor | None
-    teacher: References
+    batch_size: int  # items per step
+    anchors: Tensor | None  # [J, d] centroids of the modality the silo lacks; None without pseudo-labels
+    teacher: References  # the downloaded model's embeddings
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a random permutation of the items."""

@@ -369,13 +369,13 @@ class FedCafe(FederatedProtocol):
         return replace(self.fedavg.sum_layout(), rows=rows if self.remembers else {})
 
     def no_sum(self) -> str:
-        """Which options need single memories, or compare updates."""
+        """Which options need single memories."""
         options = self.options
         if options.weighted_agg:
             return "weighted_agg true compares each silo's memory with the global one; allowed: false"
         if self.remembers and options.memory != "class_mean":
             return f"memory {options.memory} clusters the silos' memories; allowed: class_mean"
-        return self.fedavg.no_sum()
+        return ""
 
     def _report(self, reply: Update) -> memory.Rows:
         """A reply's memory; rows longer than 1, which no honest silo sends, are scaled to length 1."""

@@ -81,7 +81,7 @@ class FedColaOptions(AnchoringOptions, TauOptions):
 def coefficients(
     weights: Tensor, has: Tensor, paired: Tensor, *, single: bool, shared: bool, compensation: bool
 ) -> Tensor:
-    """Coefficients of the silos' updates in one model's layers of one modality (FedCola, ``_aggregate``).
+    """Weights of the silos' updates in one model's layers of one modality, float64 [M]; all 0 if none counts (FedCola).
 
     Args:
         weights: w_k float64 [M] of the replies.
@@ -90,9 +90,6 @@ def coefficients(
         single: for the model of the silos that have only this modality, otherwise for that of both modalities.
         shared: for layers that silos of one modality share.
         compensation: see :class:`FedColaOptions`.
-
-    Returns:
-        float64 [M]; all 0 if no silo counts.
     """
     trains = has if shared else has & ~paired if single else paired
     learns_from = has if single else torch.ones_like(has)

@@ -419,10 +419,6 @@ class FedHap(FederatedProtocol):
         layout = self.fedavg.sum_layout()
         return replace(layout, changes=changes, rows={**layout.rows, **(rows if self.prototypes else {})})
 
-    def no_sum(self) -> str:
-        """Why a merge without conflicts is no sum."""
-        return self.fedavg.no_sum()
-
     def mix_state(self, before: State, after: State, rate: float) -> State:
         """The discriminator moves by the same fraction as the networks."""
         if not self._shares_discriminator:

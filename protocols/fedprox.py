@@ -35,5 +35,9 @@ class FedProx(fedavg.AnchoredFedAvg):
         # ``lambda_s`` weights RCSR's proximal term ||.||^2, which has no factor 1/2.
         return self.trained(local, task, lambda_s=self.options.mu / 2)
 
+    def no_items(self) -> str:
+        """As FedAvg's: the proximal term does not depend on items."""
+        return super().no_items()
+
 
 PROTOCOL = FedProx

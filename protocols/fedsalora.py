@@ -9,9 +9,10 @@ first step of a silo's first task leaves A as it is.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from fedmq.federation.protocol import Context
+from fedmq.federation.protocol import Context, Traits
 from protocols.fedavg import AnchoredOptions
 from protocols.ffalora import factors_of
 from protocols.parts.personal_model import PartialFedAvg
@@ -27,9 +28,14 @@ class FedSaLora(PartialFedAvg):
         """Names of the layers of A, in the layout's order.
 
         Raises:
-            InputError: the model has no low-rank adapters.
+            InputError: the network has no adapters.
         """
         return factors_of(context, "down")
+
+    @classmethod
+    def traits_of(cls, options: AnchoredOptions) -> Traits:
+        """Those of a method with personal layers."""
+        return replace(super().traits_of(options), adapter="lora")
 
 
 PROTOCOL = FedSaLora

@@ -30,12 +30,11 @@ def factors_of(context: Context, name: str) -> tuple[str, ...]:
     """Names of one factor's layers, A = ``down`` or B = ``up``, in the layout's order.
 
     Raises:
-        InputError: the model has no low-rank adapters.
+        InputError: the network has no adapters.
     """
     adapters = [entry.name for entry in context.layout.entries if ".adapters." in entry.name]
-    if not adapters or any(each.endswith(".bias") for each in adapters):
-        found, allowed = "a model without low-rank adapters", "lora, whose factors the method averages"
-        raise InputError("backbone.adapter", found, allowed)
+    if not adapters:
+        raise InputError("objective.base", context.objective.base, "info_nce: a hash network has no low-rank adapters")
     return tuple(each for each in adapters if f".{name}." in each)
 
 
@@ -49,7 +48,7 @@ class FfaLora(PartialFedAvg):
         """Names of all layers but A, in the layout's order.
 
         Raises:
-            InputError: the model has no low-rank adapters.
+            InputError: the network has no adapters.
         """
         frozen = factors_of(context, "down")
         return tuple(entry.name for entry in context.layout.entries if entry.name not in frozen)
@@ -57,7 +56,7 @@ class FfaLora(PartialFedAvg):
     @classmethod
     def traits_of(cls, options: AnchoredOptions) -> Traits:
         """FedAvg's: the frozen layers are the same everywhere, so that the global model is complete."""
-        return Traits()
+        return Traits(adapter="lora")
 
     @override
     def trained_ranges(self, local: Local) -> Mapping[str, Sequence[slice]]:

@@ -23,5 +23,9 @@ class MatchedControl(fedavg.FedAvg):
         """FedAvg's for a paired silo; None for another."""
         return super().work(local, task) if local.silo.paired else None
 
+    def no_items(self) -> str:
+        """As FedAvg's."""
+        return super().no_items()
+
 
 PROTOCOL = MatchedControl

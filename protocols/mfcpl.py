@@ -294,8 +294,8 @@ class Mfcpl(FederatedProtocol):
         return replace(layout, rows={**layout.rows, **rows})
 
     def no_sum(self) -> str:
-        """Why a merge with pseudo-classes, or without conflicts, is no sum."""
-        return "without labels it clusters the silos' centroids" if self.pseudo else self.fedavg.no_sum()
+        """Why a merge with pseudo-classes is no sum."""
+        return "without labels it clusters the silos' centroids" if self.pseudo else ""
 
     def check(self, payloads: Sequence[Payload]) -> None:
         """Check the class prototypes or centroids of a reply, if any.

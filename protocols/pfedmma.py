@@ -52,12 +52,12 @@ class PFedMma(PartialFedAvg):
         """Names of the adapters' middle layers, in the layout's order.
 
         Raises:
-            InputError: the model has no multi-modal adapters.
+            InputError: the network has no adapters.
         """
         shared = tuple(entry.name for entry in context.layout.entries if entry.name.startswith(SHARED))
         if not shared:
-            found, allowed = "a model without shared adapters", "mma, which protocol pfedmma averages"
-            raise InputError("backbone.adapter", found, allowed)
+            allowed = "info_nce: a hash network has no multi-modal adapters"
+            raise InputError("objective.base", context.objective.base, allowed)
         return shared
 
     @override
@@ -69,7 +69,7 @@ class PFedMma(PartialFedAvg):
     @classmethod
     def traits_of(cls, options: PFedMmaOptions) -> Traits:
         """The first synchronous round selects all silos."""
-        return replace(super().traits_of(options), first_round_selects_all=True)
+        return replace(super().traits_of(options), first_round_selects_all=True, adapter="mma")
 
 
 PROTOCOL = PFedMma

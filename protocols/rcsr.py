@@ -44,64 +44,17 @@ from fedmq.wire.payloads import (
     Model,
     Payload,
     RouterStatistics,
+    RouterSums,
 )
 from protocols.parts import aggregation, centroids, fairness, personal_adapter, prototypes, router, training, unpaired
 from protocols.parts.aggregation import as_tensor
-from protocols.parts.losses import (
-    anchor,
-    info_nce,
-    local_prototype,
-    nearest_anchor,
-    prototype_regulariser,
-    refuse_other_bases,
-    unit,
-)
+from protocols.parts.item_groups import protected
+from protocols.parts.losses import Shared, rcsr_loss, refuse_other_bases, unit
 from protocols.parts.router import RcsrOptions, Routed, Statistics
-
-Shared = tuple[Tensor | None, Tensor | None]
+from protocols.parts.silo_router import Measured, SiloRouter
 
 #: Table column: modalities with a prototype in each silo's last report.
 _MASK = "table_mask"
-
-
-def local_loss(
-    image: Tensor | None,
-    text: Tensor | None,
-    *,
-    shared: Shared,
-    options: RcsrOptions,
-    anchored: bool,
-    aligned: bool,
-    centroids: Tensor | None = None,
-) -> Tensor:
-    """Eq 5 without its proximal term: InfoNCE or anchoring, plus the prototype regulariser, for one batch.
-
-    Args:
-        image: [B, d] embeddings; None if the silo has no images.
-        text: [B, d] likewise.
-        shared: global prototypes [d] of image and text; None if not valid.
-        options: weights and temperature.
-        anchored: whether a single-modality silo is anchored.
-        aligned: whether to add the regulariser; its local prototype is the batch's (our choice).
-        centroids: [J, d] to anchor samples to; None uses the prototype of the missing modality.
-    """
-    terms: list[Tensor] = []
-    if image is not None and text is not None:
-        terms.append(info_nce(image, text, options.tau))
-    elif anchored:
-        held, missing = (image, shared[1]) if image is not None else (text, shared[0])
-        if held is not None and centroids is not None:
-            terms.append(options.lambda_anc * nearest_anchor(held, centroids))
-        elif held is not None and missing is not None:
-            terms.append(options.lambda_anc * anchor(held, missing))
-    if aligned:
-        pairs = [
-            (local_prototype(z), target)
-            for z, target in zip((image, text), shared, strict=True)
-            if z is not None and target is not None
-        ]
-        terms.append(prototype_regulariser(pairs, options.lambda_a))
-    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
 class Rcsr(FederatedProtocol):
@@ -135,12 +88,17 @@ class Rcsr(FederatedProtocol):
     def __init__(self, options: RcsrOptions, context: Context) -> None:
         refuse_other_bases("rcsr", context)
         super().__init__(options, context)
+        self._batch_loss = partial(rcsr_loss, tau=options.tau, lambda_anc=options.lambda_anc, lambda_a=options.lambda_a)
         self.branches = aggregation.branch_slices(context.layout)
         self.router_layout = router.layout(context.dim, options.filler == "learned")
+        at_silos = options.router_at == "silos"
+        self.silo_router = SiloRouter(options, context, self.branches) if at_silos else None
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the statistics of eq 6; the prototypes payload includes the mask."""
+        if self.silo_router:
+            return frozenset({Delta, RouterSums})
         return frozenset({Delta, ModalityPrototypes, Geometry, Loss, *([ClassPrototypes] if self.multi else [])})
 
     @property
@@ -149,11 +107,14 @@ class Rcsr(FederatedProtocol):
         return self.options.anchor == "multi"
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the centroids' shape, if replies have centroids.
+        """Check the shapes of centroids, and of what is added up for routers at the silos, if replies have them.
 
         Raises:
             RemoteWireError: wrong number of rows or columns.
         """
+        for payload in payloads:
+            if self.silo_router and isinstance(payload, RouterSums):
+                self.silo_router.check(payload)
         if self.multi:
             centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
 
@@ -164,6 +125,7 @@ class Rcsr(FederatedProtocol):
         received = prototypes.read_download(take(task.payloads, ModalityPrototypes))
         begin = partial(self._work, received=received, payloads=task.payloads)
         work = unpaired.beside(begin(local), local, self.context, task, begin)
+        work = protected(work, local, self.context, task)
         outcome = training.train_epochs(
             local, self.context, task, base, work, lambda_s=self.options.lambda_s, resumable=True
         )
@@ -171,10 +133,15 @@ class Rcsr(FederatedProtocol):
         samples = local.samples
         image, text = self.branches["image"], self.branches["text"]
         geometry = router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
+        means = training.silo_prototypes(local, self.context, task)
+        if self.silo_router:
+            found = Measured(outcome.delta, means, geometry, max(0.0, outcome.loss), samples)
+            sent, log_q = self.silo_router.reply(found, local.silo, task, local.state)
+            return Trained(sent, {**kept, **log_q}, outcome.loss, work is None)
         filler = received if self.options.filler == "ema" else (None, None)
         payloads: tuple[Payload, ...] = (
             training.delta_payload(self.context, outcome, samples),
-            prototypes.upload(training.silo_prototypes(local, self.context, task), filler),
+            prototypes.upload(means, filler),
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
@@ -212,9 +179,7 @@ class Rcsr(FederatedProtocol):
     def _personal_loss(self, local: Local, task: Task, received: Shared) -> training.LossFunction:
         """Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model."""
         anchored, many = self._anchored(local.silo, received), centroids.received(task.payloads, local.silo)
-        return partial(
-            local_loss, shared=received, options=self.options, anchored=anchored, aligned=False, centroids=many
-        )
+        return partial(self._batch_loss, shared=received, anchored=anchored, aligned=False, centroids=many)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's personal adapter behind both towers (eq 12)."""
@@ -242,14 +207,15 @@ class Rcsr(FederatedProtocol):
         if not (silo.paired or anchored or aligned):
             return None
         many = None if many is None else many.to(device)
-        return partial(
-            local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned, centroids=many
-        )
+        return partial(self._batch_loss, shared=(image, text), anchored=anchored, aligned=aligned, centroids=many)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """The initial model and router, uniform q, and empty prototypes and tables."""
         count, dim = len(self.context.silos), self.context.dim
+        steps = {"merges": 0, "router_steps": 0}
+        if self.silo_router:
+            return State(theta, {**prototypes.initial(dim), **self.silo_router.initial()}, steps)
         values = router.initial(self.router_layout, torch_generator(self.context.seed, "rcsr", "router"))
         tensors = {
             **prototypes.initial(dim),
@@ -268,25 +234,31 @@ class Rcsr(FederatedProtocol):
             # Before its first participation a silo has the uniform weight, which is 1 in relative terms.
             relative = self.options.s_norm == "relative"
             tensors["personal_weights"] = torch.full((count,), 1.0 if relative else 1 / count, dtype=torch.float64)
-        return State(theta, tensors, {"merges": 0, "router_steps": 0})
+        return State(theta, tensors, steps)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model and the global prototypes; by options also centroids and the silo's router weight."""
         down: tuple[Payload, ...] = (state.model(self.context.layout), prototypes.download(state.tensors))
         if self.multi:
             down = (*down, *centroids.download(state.tensors, silo))
+        if self.silo_router:
+            down = (*down, self.silo_router.task(state.tensors))
         if self.options.personal != "router":
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
     def merge(self, state: State, replies: Sequence[Update], round_: int) -> MergeResult:
         """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
+        if self.silo_router:
+            return self.silo_router.merge(state, replies, round_)
         routed, renorm = self._weighed(state, replies, round_), self.options.branch_renorm
         theta = aggregation.merge_updates(state.theta, replies, routed.weights, self.branches, renorm)
         return self._merged(theta, replies, routed.weights, state=state, round_=round_, routed=routed)
 
     def weigh(self, state: State, replies: Sequence[Update], round_: int) -> WeightedSum:
         """The weights of :meth:`merge`, in a secure sum; silos that drop out of it are not in the tables either."""
+        if self.silo_router:
+            return self.silo_router.weigh(state, replies, round_)
         weights, renorm = self._weighed(state, replies, round_).weights, self.options.branch_renorm
         merged = partial(self._merged, state=state, round_=round_)
         weighted = aggregation.sum_of(state.theta, replies, weights, self.branches, renorm, merged)
@@ -295,13 +267,19 @@ class Rcsr(FederatedProtocol):
 
     def sum_layout(self) -> SumLayout:
         """The whole update, and prototypes if they are only averaged: the router, and fillers, need single ones."""
+        if self.silo_router:
+            return self.silo_router.sum_layout()
         averaged = self.options.router is not True and self.options.masked_ema
         rows = prototypes.summed(self.context.dim) if averaged else {}
         return SumLayout(self.context.layout, None, self.branches, rows=rows)
 
     def no_sum(self) -> str:
-        """Why a merge without conflicts, or with centroids, is no sum."""
-        return "anchor multi needs single centroids" if self.multi else aggregation.no_sum(self.options.branch_renorm)
+        """Why a merge with centroids is no sum."""
+        return "anchor multi needs single centroids" if self.multi else ""
+
+    def no_items(self) -> str:
+        """Empty: eqs 2 to 4 depend on a batch and on global prototypes."""
+        return ""
 
     def _weighed(self, state: State, replies: Sequence[Update], round_: int) -> Routed:
         """The weights of the replies, and what the router, q and the tables become with them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,9 +156,9 @@ class SecureSums:
                 if layout.bit:
                     short = float(np.linalg.norm(change.astype(np.float64))) < (privacy.clip_norm or 0.0) * (1 - 1e-6)
                     values[CLIP_BIT], holds[CLIP_BIT] = np.array([0.5 if short else -0.5], np.float32), True
-            elif type(payload) in layout.changes:
+            if type(payload) in layout.changes:
                 values[payload.KIND], holds[payload.KIND] = tensors(payload)[0], True
-            else:
+            if type(payload) in layout.rows:
                 rows, support[type(payload)] = rows_of(payload)
                 names = layout.row_names(type(payload))
                 for name, row, count in zip(names, rows, support[type(payload)], strict=True):
@@ -196,7 +196,7 @@ class SecureSums:
                 case (SumKeys() as keys, SumWeights() as weights):
                     return (self._masked(self._sum(version, keys, weights, layout), layout),)
                 case (SumKeys() as keys, SumWeights() as weights, Survivors() as left, SealedShares() as shares):
-                    return (self._revealed(self._sum(version, keys, weights, layout), left, shares),)
+                    return (self._revealed(self._sum(version, keys, weights, layout), left, shares, layout.ratios),)
             raise refused("a step of a secure sum with other payloads")
         except RemoteWireError as error:
             self._log.refused(COORDINATOR, error.reason, error.detail, 0)
@@ -244,7 +244,7 @@ class SecureSums:
         if weights.layout_digest != layout.layout.digest:
             raise refused("weights for another layout")
         secure_sum.check_weights(weights, keys, self._identity.name, tuple(layout.sizes))
-        secure_sum.check_policy(weights, self._options, self._least(keys), layout.first_row)
+        secure_sum.check_policy(weights, self._options, self._least(keys), layout.first_row, layout.ratios)
         sizes, bounds = tuple(layout.sizes.values()), self._scales(version, keys, weights, layout).bounds
         return Sum(self._run, version, self._roster, keys, weights, sizes, bounds, layout.first_row)
 
@@ -279,9 +279,9 @@ class SecureSums:
         secure_sum.add_masks(total, sections, masks)
         return MaskedUpdate(layout.layout.digest, total)
 
-    def _revealed(self, agreed: Sum, left: Survivors, sealed: SealedShares) -> RevealedShares:
+    def _revealed(self, agreed: Sum, left: Survivors, sealed: SealedShares, ratios: Sequence[float]) -> RevealedShares:
         name, own, keys = self._identity.name, self._own(agreed.version), agreed.keys
-        secure_sum.check_policy(agreed.weights, self._options, self._least(keys), agreed.first_row, left)
+        secure_sum.check_policy(agreed.weights, self._options, self._least(keys), agreed.first_row, ratios, left)
         if name not in left.silos or len(sealed.sealed) != len(keys.silos):
             raise refused("shares of a sum that this silo's update is not in, or not one for each silo")
         shares, context = list[bytes](), self._context(agreed.version, keys)

@@ -150,10 +150,16 @@ class Silo:
             if isinstance(fault, LabelNoise):
                 self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
 
+    def lend(self, model: TwoTower) -> None:
+        """Compute with this model from now on; silos of one process share their models."""
+        self._shared = self.model = model
+
     def local(self, state: Mapping[str, torch.Tensor]) -> Local:
         """What the method trains with, given the silo's personal tensors."""
         own = updates.of_method(state, self.scenario.compression.updates)
-        return Local(self.facts, self.dataset, self.model, own, self.unpaired if self._anchors else (), self.validation)
+        secret = self._noise if isinstance(self._noise, bytes) else None
+        unpaired = self.unpaired if self._anchors else ()
+        return Local(self.facts, self.dataset, self.model, own, unpaired, self.validation, secret=secret)
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the answer to a message of kind task, evaluate or evaluate_silo.

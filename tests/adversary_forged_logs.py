@@ -11,15 +11,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedmq.storage.run_folder import write_json
-from fedmq.wire.log_records import (
-    GENESIS,
-    MessageRecord,
-    RefusedRecord,
-    canonical,
-    chain,
-    sealed,
-    signed_statement,
-)
+from fedmq.wire.log_records import GENESIS, MessageRecord, RefusedRecord, canonical, chain, sealed, signed_statement
 from fedmq.wire.messages import Kind, Reason
 from tests.wire_examples import header
 

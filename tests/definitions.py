@@ -58,10 +58,7 @@ def ranking(distance: Floats) -> I64:
 
 
 def average_precision(
-    distance: Floats,
-    relevant: Floats,
-    cutoff: int | None = None,
-    denominator: Denominator = "retrieved",
+    distance: Floats, relevant: Floats, cutoff: int | None = None, denominator: Denominator = "retrieved"
 ) -> F64:
     """AP of each query [Q]: sum_j precision(j) rel_j / denominator over the first ``cutoff`` of the ranked list.
 

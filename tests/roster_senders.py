@@ -212,11 +212,7 @@ class RosterSenders:
             assert count <= most, f"{count} messages of {name}, allowed {most:.0f}"
         welcomes = 2 * peers * (handshakes.HELLOS + handshakes.COPIES + 11 * seconds + 2)
         rekeyed = peers * (MOST_REKEYS_ANSWERED + seconds + 1)
-        bounds = {
-            "welcome": welcomes,
-            "reject": handshakes.REJECTIONS + 10 * seconds + 1,
-            "rekeyed": rekeyed,
-        }
+        bounds = {"welcome": welcomes, "reject": handshakes.REJECTIONS + 10 * seconds + 1, "rekeyed": rekeyed}
         for what, bound in bounds.items():
             assert self._answers[what] <= bound, f"{self._answers[what]} x {what}, allowed {bound:.0f}"
         answering = self.roster._handshakes

@@ -117,11 +117,7 @@ class Round:
 
 
 def begin(
-    tiny: Path,
-    folder: Path,
-    federation: SmallFederation,
-    replies: dict[str, tuple[Payload, ...]],
-    *settings: str,
+    tiny: Path, folder: Path, federation: SmallFederation, replies: dict[str, tuple[Payload, ...]], *settings: str
 ) -> Round:
     """A round of a federation of :data:`KINDS` in which nothing has happened."""
     scenario = resolved(

@@ -170,10 +170,7 @@ def test_a_refusal_is_believed_only_with_the_coordinators_signature_over_this_he
     earlier, _ = initiate(silo, COORDINATOR, "another-run", 0.0)
     init_keys(tmp_path / "rogue", (COORDINATOR,))
     error = RemoteWireError("wrong_run", "no")
-    for identity, frames in (
-        (load_identity(tmp_path / "rogue", COORDINATOR), hello),
-        (coordinator.identity, earlier),
-    ):
+    for identity, frames in ((load_identity(tmp_path / "rogue", COORDINATOR), hello), (coordinator.identity, earlier)):
         answer = reject(identity, coordinator.accepted, frames, error, 0.0)
         assert answer is not None
         with pytest.raises(RemoteWireError) as caught:

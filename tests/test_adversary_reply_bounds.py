@@ -183,9 +183,7 @@ def test_a_public_representation_that_is_not_of_unit_length_is_refused(length: f
 
 
 @pytest.mark.parametrize("length", [0.0, 1.0])
-def test_unit_and_zero_vectors_pass_as_float16_and_float32(
-    length: float,
-) -> None:
+def test_unit_and_zero_vectors_pass_as_float16_and_float32(length: float) -> None:
     generator = np.random.default_rng(0)
     run = population("creamfl_public")
     for reply in run.replies():

@@ -48,9 +48,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[fedm
     return fedmq.run(tiny, out=out, on_merge=merges.append, **INLINE), merges
 
 
-def test_callbacks_receive_every_merge_and_the_run_its_results(
-    finished: tuple[fedmq.Run, list[MergeLine]],
-) -> None:
+def test_callbacks_receive_every_merge_and_the_run_its_results(finished: tuple[fedmq.Run, list[MergeLine]]) -> None:
     run, merges = finished
     assert [merge.version for merge in merges] == [1, 2, 3, 4]
     assert list(run.merges.index) == [1, 2, 3, 4]

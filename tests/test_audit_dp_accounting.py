@@ -14,6 +14,7 @@ from coordinator.sessions import Roster
 from fedmq.audit.dp_accounting import account
 from fedmq.audit.log_checks import Audit, audit_run
 from fedmq.errors import InputError
+from fedmq.federation.noise import item_epsilon
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Model
@@ -115,14 +116,26 @@ def test_every_answer_to_a_coordinator_that_asks_too_often_counts_in_epsilon(
 
 @pytest.mark.slow
 def test_the_audit_of_a_real_run_reports_its_privacy_guarantee(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
-    run(scenario, tmp_path)
+    noise = NOISE.replace("}", ", items: {group: 4, clip_norm: 0.1, noise_multiplier: 1.5}}")
+    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", noise)
+    summary = run(scenario, tmp_path).summary
+    assert summary is not None
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
+    kept = (tmp_path / "summary.json").rename(tmp_path / "kept.json")
+    with pytest.raises(InputError, match="no summary"):
+        account(tmp_path, audit_run(tmp_path), 1e-5)
+    kept.rename(tmp_path / "summary.json")
     shown = " ".join(printed("audit", tmp_path, "--delta", "1e-5").split())
     assert "there is no guarantee against anyone who knows the seed" in shown
     assert "It covers neither their numbers of samples nor the other payloads." in shown
+    assert "Epsilon covers one training item of a silo, replaced by another one, in its updates" in shown
     accounts = json.loads(printed("audit", tmp_path, "--delta", "1e-5", "--json"))["accounts"]
     assert set(accounts["silos"]) == set(scenario.silo_names)
     for spent in accounts["silos"].values():
         assert delta_of(spent["epsilon"], 2.0, 3) == pytest.approx(1e-5, rel=1e-3)
         assert (spent["updates"], spent["beside"]) == (3, ["data_statement", "loss", "modality_prototypes"])
+    for name, spent in accounts["items"].items():
+        expected = item_epsilon(scenario, summary.per_silo[name].samples, 3, 0.0, 1e-5)
+        assert spent["epsilon"] == pytest.approx(expected), "the updates' own noise is not counted again"
+        assert (spent["updates"], spent["beside"]) == (3, ["data_statement", "loss", "modality_prototypes"])
+    assert set(accounts["items"]) == set(scenario.silo_names)

@@ -342,11 +342,7 @@ WITH_KEYS: dict[str, tuple[tuple[str, ...], Callable[[Path], None]]] = {
     "noise claimed by all but one": (("coordinator", "evaluator", "silo-00", "silo-01", "silo-02"), claimed_noise),
 }
 #: Where the heads that messages carry cannot be made to agree, or their disagreement is the forgery.
-INCONSISTENT = {
-    "a log in place of another",
-    "a log cut before its last reply",
-    "the head of a message on both sides",
-}
+INCONSISTENT = {"a log in place of another", "a log cut before its last reply", "the head of a message on both sides"}
 
 
 def test_an_honest_run_has_no_findings(run: Path) -> None:

@@ -81,10 +81,7 @@ def content(kind: str, *, digest: str | None = None, other: str | None = None) -
         (content("masked_update", other="class_prototypes"), "silo-01 sent a class_prototypes of version 1"),
         (content("sum_weights", digest="0" * 64), "silo-01 was sent other sum_weights of version 1 than silo-00"),
         (content("sum_keys", digest="0" * 64), "silo-01 was sent keys of version 1 that are not those"),
-        (
-            noted(LogEvent.SUM_KEYS, signature="00" * 64),
-            "keys of the secure sum of version 0 that silo-01 did",
-        ),
+        (noted(LogEvent.SUM_KEYS, signature="00" * 64), "keys of the secure sum of version 0 that silo-01 did"),
         (noted(LogEvent.SUM_KEYS, keys="00" * 64), "silo-00 was sent keys of version 0 that are not those"),
         (noted(LogEvent.SUM_KEYS, roster="0" * 64), "silo-01 signed keys of version 0 for other silos"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import types
 from collections import Counter, deque
 from collections.abc import Callable
@@ -109,6 +111,29 @@ def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=1", *IID), tmp_path)
     assert kept == {1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}
     assert [line["version"] for line in in_process_run.lines(tmp_path, "evaluation")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_silos_of_one_process_train_at_the_same_time_with_the_result_of_one_after_the_other(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    real, together, found = Silo.answer, threading.Barrier(2, timeout=20), list[object]()
+
+    def met(silo: Silo, message: Message) -> object:
+        if message.task is not None and message.task.round == 0 and silo.facts.name in {"silo-00", "silo-01"}:
+            together.wait()  # passes only once both train
+        return real(silo, message)
+
+    for slots in (1, 2):
+        if slots == 2:
+            monkeypatch.setattr(Silo, "answer", met)
+        settings = ("protocol={name: fedper}", f"aggregation.mode={mode}", f"silos.slots={slots}", *IID)
+        out = tmp_path / str(slots)
+        summary = in_process_run.run(resolved(tiny, "participation=1.0", *settings), out).summary
+        assert summary is not None
+        found.append((summary.model_digest, summary.personal, in_process_run.lines(out, "merge")))
+    assert found[0] == found[1]
 
 
 # -------------------------------------------------------------------------------------------------------------- policy

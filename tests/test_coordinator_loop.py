@@ -280,13 +280,7 @@ def test_a_silo_that_is_away_when_the_last_round_ends_is_ended_by_the_run_too(ti
 
     try:
         outcome = threaded_run(
-            scenario,
-            tmp_path,
-            silos=SILOS[1:],
-            others=[behind_the_link],
-            uri=uri,
-            stop_wanted=watch,
-            stop_silos=False,
+            scenario, tmp_path, silos=SILOS[1:], others=[behind_the_link], uri=uri, stop_wanted=watch, stop_silos=False
         )
     finally:
         link.listener.close()

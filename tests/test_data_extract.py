@@ -102,10 +102,7 @@ def test_a_killed_extraction_resumes_after_its_last_finished_chunk(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        *("mark empty", "mark too far", "rows cut", "rows of another set", "a value", "a type", "a pipe"),
-    ],
+    "damage", [*("mark empty", "mark too far", "rows cut", "rows of another set", "a value", "a type", "a pipe")]
 )
 def test_rows_damaged_by_a_machine_crash_are_recomputed(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"

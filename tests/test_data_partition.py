@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.spatial.distance import jensenshannon
 
 from fedmq.config.scenario import Backbone, Data, Partition
 from fedmq.config.sections import MissingModality
@@ -363,9 +362,7 @@ def test_a_validation_share_is_disjoint_from_the_rows_trained_on_and_leaves_one(
 
 
 @given(flags)
-def test_a_silo_without_a_pair_trains_the_modality_of_which_it_has_more(
-    present: list[tuple[bool, bool]],
-) -> None:
+def test_a_silo_without_a_pair_trains_the_modality_of_which_it_has_more(present: list[tuple[bool, bool]]) -> None:
     rows, table = np.arange(len(present)), np.array(present)
     image, text = modalities_held(rows, table, image=True, text=True)
     assert image or text
@@ -434,10 +431,7 @@ def test_features_of_an_absent_modality_may_hold_anything_and_become_zero(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present"),
-    ],
+    ("more", "expected"), [({"image_present": IMAGE_PRESENT}, "text: found 'a value in row 2 .*text_present")]
 )
 def test_wrong_declarations_of_absent_features_are_refused(
     more: dict[str, np.ndarray], expected: str, tmp_path: Path
@@ -448,6 +442,8 @@ def test_wrong_declarations_of_absent_features_are_refused(
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_the_divergence_of_a_silos_labels_is_the_one_of_scipy(counts: list[list[int]]) -> None:
+    from scipy.spatial.distance import jensenshannon
+
     arrays = [np.array(row, np.int64) for row in counts]
     found, whole = label_divergences(arrays), np.sum(arrays, axis=0)
     for own, value in zip(arrays, found, strict=True):

@@ -91,10 +91,7 @@ def test_forgetting_gives_the_model_of_a_run_in_which_the_silo_never_was(
     assert stated["silos"] == {
         GONE: {"samples": before.per_silo[GONE].samples, "merges": before.per_silo[GONE].participations}
     }
-    assert [stated[which]["model_digest"] for which in ("before", "after")] == [
-        before.model_digest,
-        after.model_digest,
-    ]
+    assert [stated[which]["model_digest"] for which in ("before", "after")] == [before.model_digest, after.model_digest]
     assert "as coordinator signed them" in printed("verify", target, "--keys", tmp_path / "keys")
     (target / "model" / FORGOTTEN).write_text(json.dumps(stated | {"silos": {}}))
     assert f"{FORGOTTEN}: changed since it was signed" in printed("verify", target, code=3)

@@ -150,9 +150,7 @@ def test_a_run_extracts_features_on_its_device_where_available(
 @pytest.mark.slow
 @pytest.mark.parametrize("extracted", [False, True])
 def test_settings_that_the_method_refuses_are_reported_before_and_after_extraction(
-    own_cache: None,
-    tmp_path: Path,
-    extracted: bool,
+    own_cache: None, tmp_path: Path, extracted: bool
 ) -> None:
     data_set_folders.coco(tmp_path / "labelled")
     data_set_folders.flickr(tmp_path / "bare", splits=["train"] * 4 + ["test"] * 2)
@@ -181,10 +179,7 @@ def test_settings_that_the_method_refuses_are_reported_before_and_after_extracti
     ],
 )
 def test_a_run_that_its_data_cannot_serve_is_refused_before_features_are_extracted(
-    own_cache: None,
-    tmp_path: Path,
-    setting: str,
-    words: str,
+    own_cache: None, tmp_path: Path, setting: str, words: str
 ) -> None:
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(data_set_folders.flickr(tmp_path / "set"))})
     for command in (("scenario", path, "--quiet", "--out", tmp_path / "run"), ("data", "check", path)):

@@ -9,8 +9,6 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent
-from dp_accounting.pld import PLDAccountant
 
 import protocols
 from coordinator.participation import RoundsPlan
@@ -117,6 +115,9 @@ def test_rows_of_too_few_samples_are_not_sent() -> None:
 
 
 def test_epsilon_is_dp_accountings_for_the_same_events() -> None:
+    from dp_accounting import GaussianDpEvent
+    from dp_accounting.pld import PLDAccountant
+
     privacy = Privacy.model_validate(
         {
             "clip_norm": 1.0,

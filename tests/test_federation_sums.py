@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dp_accounting import GaussianDpEvent
-from dp_accounting.rdp import RdpAccountant
 
 import protocols
 from coordinator.round_events import Stage
@@ -149,6 +147,9 @@ RUN = ("participation=1.0", "evaluation.every=0", "rounds=3", "protocol=fedavg",
 
 
 def test_epsilon_is_the_accountants_for_the_same_events_and_the_clip_norm_moves(tiny: Path, tmp_path: Path) -> None:
+    from dp_accounting import GaussianDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
     (tmp_path / "scenario.yaml").write_text((scenario := resolved(tiny, *RUN, ADAPTIVE)).dump())
     run(scenario, tmp_path)
     audit = audit_run(tmp_path)
@@ -181,10 +182,7 @@ def test_concentrated_privacy_gives_an_upper_bound_of_the_gaussian_s_epsilon() -
     [
         ("{clip_norm: 1.0, adaptive_clip: {}}", "adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation"),
         ("{secure_aggregation: true, adaptive_clip: {}}", "adaptive_clip needs privacy.clip_norm and"),
-        (
-            f"{{{NOISY}, adaptive_clip: {{}}, budget: {{epsilon: 9}}}}",
-            "both above 0 or both 0",
-        ),
+        (f"{{{NOISY}, adaptive_clip: {{}}, budget: {{epsilon: 9}}}}", "both above 0 or both 0"),
     ],
 )
 def test_adaptive_clipping_needs_a_sum_and_counts_in_a_budget(tiny: Path, privacy: str, why: str) -> None:

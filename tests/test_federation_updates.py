@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scipy import stats
 
 from fedmq.config.privacy import Privacy
 from fedmq.federation.noise import transform
@@ -100,6 +99,8 @@ def noise_of(secret: bytes, update: F32, path: tuple[str | int, ...] = ("silo-00
 
 
 def test_secret_noise_is_normal_and_reproducible_only_with_the_same_secret_task_and_update() -> None:
+    from scipy import stats
+
     size = 100_001
     update = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
     noise = noise_of(SECRET, update)

@@ -146,10 +146,7 @@ CHECKS: dict[str, Check] = {
     "memory_global": global_memory,
 }
 
-LOOSE = (
-    "eq5_grad_x",
-    "eq5_grad_x_detached",
-)
+LOOSE = ("eq5_grad_x", "eq5_grad_x_detached")
 
 
 def test_golden_fedcafe() -> None:

@@ -21,10 +21,7 @@ def similar(x: Inputs, labels: str = "L", *, binary: bool = True) -> torch.Tenso
 
 
 def outs(x: Inputs) -> tuple[Out, Out]:
-    return (
-        Out(t(x["SV"]), t(x["SV"]), t(x["SpV"]), t(x["pv"])),
-        Out(t(x["ST"]), t(x["ST"]), t(x["SpT"]), t(x["pt"])),
-    )
+    return (Out(t(x["SV"]), t(x["SV"]), t(x["SpV"]), t(x["pv"])), Out(t(x["ST"]), t(x["ST"]), t(x["SpT"]), t(x["pt"])))
 
 
 def eq8(x: Inputs, norm: fedscmr.Norm, **switches: bool) -> torch.Tensor:

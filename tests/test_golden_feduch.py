@@ -81,11 +81,7 @@ def outs(x: Inputs, suffix: str) -> tuple[Out, Out]:
 
 def local_loss(x: Inputs, **switches: bool) -> torch.Tensor:
     options = feduch.FedUchOptions(
-        mu=float(x["mu"]),
-        phi=float(x["phi"]),
-        contrast_tau=float(x["tau"]),
-        kd_temperature=float(x["T"]),
-        **switches,
+        mu=float(x["mu"]), phi=float(x["phi"]), contrast_tau=float(x["tau"]), kd_temperature=float(x["T"]), **switches
     )
     previous = outs(x, "_prev") if options.contrast else None
     added = feduch.terms(outs(x, ""), outs(x, "_G"), previous, options)

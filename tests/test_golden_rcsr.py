@@ -40,11 +40,13 @@ def eq4(x: Inputs, *modalities: str) -> torch.Tensor:
 
 
 def eq5(x: Inputs, image: bool, text: bool) -> torch.Tensor:
-    loss = rcsr.local_loss(
+    loss = losses.rcsr_loss(
         t(x["zI"]) if image else None,
         t(x["zT"]) if text else None,
         shared=(t(x["gI"]), t(x["gT"])),
-        options=options(x),
+        tau=options(x).tau,
+        lambda_anc=float(x["lam_anc"]),
+        lambda_a=float(x["lam_a"]),
         anchored=True,
         aligned=True,
     )

@@ -98,11 +98,7 @@ def test_what_the_cluster_cannot_do_is_refused_before_the_run(
 ) -> None:
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(
-        command(tiny, tmp_path / "run", setting),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
+        command(tiny, tmp_path / "run", setting), capture_output=True, text=True, check=False, env=environment
     )
     assert done.returncode == 2
     assert message in done.stderr

@@ -29,7 +29,7 @@ from silos.tasks import Silo
 from tests import in_process_run
 from tests.gradients import gradient_of
 from tests.replies import own_embeddings, payload_of, with_payload
-from tests.small_federation import DIM, LABELS, MIXED, SmallFederation, population
+from tests.small_federation import ADAPTERS, DIM, LABELS, MIXED, SmallFederation, population
 from tests.threaded_run import resolved
 
 DSCMR = Objective(base="dscmr", bits=8, hidden=16)
@@ -171,10 +171,13 @@ def test_fedper_keeps_the_common_space_of_a_supervised_network_personal() -> Non
     assert not {name for name in shared if "last" in name or "head" in name}, shared
 
 
-def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
-    context = population("fedavg").context
-    with pytest.raises(InputError, match=r"backbone\.adapter.*mma"):
-        protocols.create(ProtocolChoice(name="pfedmma"), context)
+@pytest.mark.parametrize(("method", "adapter"), ADAPTERS.items())
+def test_a_method_that_averages_layers_of_adapters_needs_them(tiny: Path, method: str, adapter: str) -> None:
+    with pytest.raises(InputError, match=rf"yaml: .*backbone\.adapter: found 'bottleneck', allowed: {adapter}, whose"):
+        resolved(tiny, f"protocol={method}")
+    context = population("fedavg", objective=DSCMR).context
+    with pytest.raises(InputError, match=r"objective\.base: found 'dscmr', allowed: info_nce: a hash network has no"):
+        protocols.create(ProtocolChoice(name=method), context)
 
 
 def test_pfedmma_selects_every_silo_in_the_first_round_and_a_fraction_later(tiny: Path, tmp_path: Path) -> None:

@@ -433,12 +433,7 @@ SWITCHES: list[tuple[str, Objective | None, dict[str, Any], list[dict[str, Any]]
         {},
         [*({switch: False} for switch in HAP), {"adv_input": "relaxed"}, {"adv_g": "literal"}, {"eq8": "printed"}],
     ),
-    (
-        "plfedcmh",
-        None,
-        {"hn_rate": 0.01},
-        [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}],
-    ),
+    ("plfedcmh", None, {"hn_rate": 0.01}, [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}]),
 ]
 
 

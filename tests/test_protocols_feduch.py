@@ -232,11 +232,7 @@ def test_a_precomputed_reference_equals_one_computed_per_batch_at_the_epochs_sha
 @pytest.mark.parametrize("base", ["djsrh", "jdsh"])
 @pytest.mark.parametrize(
     ("method", "options"),
-    [
-        ("creamfl", {"inter": 0.0, "intra": 0.0, "kd": 1.0}),
-        ("fedproto", {}),
-        ("mfcpl", {"cmpc": 0.0, "cma": 0.0}),
-    ],
+    [("creamfl", {"inter": 0.0, "intra": 0.0, "kd": 1.0}), ("fedproto", {}), ("mfcpl", {"cmpc": 0.0, "cma": 0.0})],
 )
 def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     method: str, options: dict[str, Any], base: str, monkeypatch: pytest.MonkeyPatch

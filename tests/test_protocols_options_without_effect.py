@@ -152,10 +152,7 @@ def test_a_part_of_a_method_that_begins_after_the_last_round_is_reported(tiny: P
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("scenario",), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")])
 def test_the_command_line_prints_the_hint_once_and_runs(
-    command: tuple[str, ...],
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_jobs_here(monkeypatch)
     name, *options = command

@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import protocols
-from fedmq.config.scenario import Objective, ProtocolChoice
-from fedmq.errors import InputError
+from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from fedmq.wire.payloads import PartialDelta
@@ -288,9 +286,3 @@ def test_with_fedsa_lora_a_is_averaged_and_b_and_heads_stay_at_the_silo() -> Non
     assert not factors(run, run.state.theta, "text")[0].any()
     kept = [run.personal[i][OWN] for i in range(3)]
     assert not torch.equal(kept[0], kept[1]) and kept[0].any()
-
-
-@pytest.mark.parametrize("name", ["ffalora", "fedsalora"])
-def test_lora_methods_need_low_rank_adapters(name: str) -> None:
-    with pytest.raises(InputError, match=r"backbone\.adapter: .*allowed: lora"):
-        protocols.create(ProtocolChoice(name=name), population("fedavg").context)

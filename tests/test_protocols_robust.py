@@ -19,13 +19,7 @@ from fedmq.wire.layout import Layout
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols.parts.aggregation import branch_slices
-from protocols.parts.robust import (
-    distances,
-    krum_scores,
-    multi_krum,
-    robust_replies,
-    trimmed_mean,
-)
+from protocols.parts.robust import distances, krum_scores, multi_krum, robust_replies, trimmed_mean
 from tests import in_process_run
 from tests.in_process_run import notes
 from tests.threaded_run import resolved

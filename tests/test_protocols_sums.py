@@ -12,8 +12,9 @@ import torch
 
 import protocols
 from coordinator.round_events import Stage
+from fedmq.config.scenario import Objective, ProtocolChoice
 from fedmq.errors import RemoteWireError, RunError
-from fedmq.federation.protocol import defines_sum, why_no_sum
+from fedmq.federation.protocol import defines_sum
 from fedmq.wire import secure_sum
 from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, SumWeights
 from protocols.parts import class_prototypes
@@ -47,9 +48,20 @@ def test_the_methods_with_a_sum() -> None:
     assert not {"fedproto", "fedbridge", "plfedcmh", "local"} & set(ALL)
 
 
+def why_no_sum(name: str, options: Mapping[str, object]) -> str:
+    """Known from the options, or else from the run's context."""
+    choice = ProtocolChoice.model_validate({"name": name, **options})
+    return protocols.method_facts(choice, Objective()).no_sum or population(name, options).protocol.no_sum()
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, OPTIONS.get(name)) for name in ALL), ("rcsr", {"router": False}), ("rcsr", {"router": "uniform"})],
+    [
+        *((name, OPTIONS.get(name)) for name in ALL),
+        ("rcsr", {"router": False}),
+        ("rcsr", {"router": "uniform"}),
+        ("rcsr", {"router_at": "silos"}),
+    ],
 )
 def test_a_sum_is_the_plain_merge_but_for_fixed_point(
     tiny: Path, tmp_path: Path, name: str, options: Mapping[str, object] | None
@@ -59,7 +71,7 @@ def test_a_sum_is_the_plain_merge_but_for_fixed_point(
     replies = {silo.name: federation.train(silo).payloads for silo in federation.eligible}
     anyone = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"
     start = begin(tiny, tmp_path, federation, replies, anyone)
-    assert not why_no_sum(federation.protocol)
+    assert not why_no_sum(name, options or {})
     start.reported(*replies)
     for step in STEPS:
         start.step(step, *replies)
@@ -91,11 +103,11 @@ def test_a_sum_is_the_plain_merge_but_for_fixed_point(
 def test_what_needs_single_updates_or_rows_is_refused_by_name(
     name: str, options: Mapping[str, object], why: str
 ) -> None:
-    assert why in why_no_sum(population(name, options).protocol)
+    assert why in why_no_sum(name, options)
 
 
 def test_pseudo_classes_are_no_sum() -> None:
-    assert "without labels it clusters" in why_no_sum(population("mfcpl", labels=()).protocol)
+    assert "without labels it clusters" in population("mfcpl", labels=()).protocol.no_sum()
 
 
 @pytest.fixture

@@ -13,11 +13,7 @@ import protocols
 from fedmq.config import plug_ins
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
-from fedmq.federation.protocol import (
-    FederatedProtocol,
-    NoOptions,
-    Traits,
-)
+from fedmq.federation.protocol import FederatedProtocol, NoOptions, Traits
 from protocols import check_traits, class_problem
 from protocols.fedavg import AnchoredFedAvg, AnchoredOptions
 from tests import in_process_run

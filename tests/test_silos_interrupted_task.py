@@ -14,7 +14,7 @@ from silos import personal_state
 from tests.in_process_run import run
 from tests.threaded_run import resolved
 
-SETTINGS = ("rounds=2", "training.warmup_rounds=1", "training.local_epochs=4", "launcher=inline")
+SETTINGS = ("rounds=2", "training.warmup_rounds=1", "training.local_epochs=4", "launcher=inline", "silos.slots=1")
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,12 @@ def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "epochs"),
     [
         (("protocol=rcsr", "protocol.lambda_s=0.1"), 3),
+        (("protocol=fedavg", "privacy={items: {group: 4, clip_norm: 0.1, noise_multiplier: 1}}"), 2),
         (("protocol=fedavg",), 1),
         (("protocol=fedavg", "training.optimizer=sgd", "training.momentum=0.9"), 3),
         (("protocol=fedavg", "objective=dcmh", "objective.bits=8"), 1),
     ],
-    ids=["rcsr", "fedavg", "momentum", "dcmh"],
+    ids=["rcsr", "items", "fedavg", "momentum", "dcmh"],
 )
 def test_an_interrupted_task_gives_the_same_reply(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: tuple[str, ...], epochs: int

@@ -160,10 +160,7 @@ def test_heartbeats_and_refusals_may_always_leave() -> None:
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [
-        ("peers: [coordinator, silo-01]", "peers"),
-        ("up: {fields: {delta: [samples]}}", "delta has no field samples"),
-    ],
+    [("peers: [coordinator, silo-01]", "peers"), ("up: {fields: {delta: [samples]}}", "delta has no field samples")],
 )
 def test_a_policy_with_which_its_silo_could_not_join_is_refused(tmp_path: Path, text: str, place: str) -> None:
     policy = tmp_path / "policy.yaml"

@@ -19,14 +19,7 @@ from fedmq.wire import secure_sum
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import (
-    Delta,
-    Payload,
-    RevealedShares,
-    SumKeys,
-    SumWeights,
-    Survivors,
-)
+from fedmq.wire.payloads import Delta, Payload, RevealedShares, SumKeys, SumWeights, Survivors
 from fedmq.wire.secure_sum import RoundSecrets
 from protocols.parts import aggregation
 from silos.program import AgreedSchedule

@@ -115,9 +115,7 @@ def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize(
-    "content",
-    [b'{"a', b"{}\n", b"5\n", b"\xff\xfe\n", DEEP + b"\n"],
-    ids=["cut", "empty", "number", "bytes", "deep"],
+    "content", [b'{"a', b"{}\n", b"5\n", b"\xff\xfe\n", DEEP + b"\n"], ids=["cut", "empty", "number", "bytes", "deep"]
 )
 def test_a_file_of_the_wrong_format_is_refused_by_name(
     finished: Path, tmp_path: Path, name: str, content: bytes

@@ -16,14 +16,7 @@ from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import codec
 from fedmq.wire.codec import decode, decode_header, encode_body, encode_header
 from fedmq.wire.messages import Message
-from fedmq.wire.payloads import (
-    PAYLOADS,
-    ClassPrototypes,
-    Geometry,
-    Loss,
-    Metrics,
-    Model,
-)
+from fedmq.wire.payloads import PAYLOADS, ClassPrototypes, Geometry, Loss, Metrics, Model
 from tests.wire_examples import MANY, assert_same, body_of, header, joined, messages, with_payloads
 
 

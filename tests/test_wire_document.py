@@ -9,17 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import protocols
 from coordinator import run_context
-from fedmq.wire import (
-    channel,
-    codec,
-    fields,
-    handshake,
-    key_agreement,
-    layout,
-    messages,
-    payloads,
-    sessions,
-)
+from fedmq.wire import channel, codec, fields, handshake, key_agreement, layout, messages, payloads, sessions
 from fedmq.wire.fields import Field, FloatMap, Names, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
@@ -146,17 +136,7 @@ def test_exactly_the_existing_reasons_are_documented() -> None:
 
 def test_every_reason_used_in_the_code_is_in_the_enumeration() -> None:
     given = set()
-    for module in (
-        codec,
-        sessions,
-        key_agreement,
-        fields,
-        handshake,
-        layout,
-        messages,
-        payloads,
-        base,
-    ):
+    for module in (codec, sessions, key_agreement, fields, handshake, layout, messages, payloads, base):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
         given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))

@@ -17,15 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedmq.errors import InputError, RunError
 from fedmq.wire import keys
 from fedmq.wire.key_requests import read_request, statement_of
-from fedmq.wire.keys import (
-    fingerprint,
-    init_keys,
-    load_accepted,
-    load_identity,
-    public_key_of,
-    public_pem,
-    revoke,
-)
+from fedmq.wire.keys import fingerprint, init_keys, load_accepted, load_identity, public_key_of, public_pem, revoke
 from fedmq.wire.transports.registry import connect, listen
 from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
 from tests.wire_examples import NAMES

@@ -4,7 +4,6 @@
     python tools/align_lite.py words  CACHE             write fedmq/data/readers/openmoji_words.tsv
     python tools/align_lite.py features CACHE           render and encode every drawing (about 10 minutes on 2 cores)
     python tools/align_lite.py train  CACHE [--without-concepts test]   write fedmq/encoders/lite_heads.safetensors
-    python tools/align_lite.py report CACHE [--split val|test|all]      zero-shot retrieval on OpenMoji
 
 Drawings, rendered unchanged (plain), with an added black outline as in OpenMoji's style (outlined), or both:
 
@@ -25,8 +24,9 @@ Words:
     emojibase-data                           17.0.0   MIT          Miles Johnson; keywords: Unicode CLDR (Unicode-3.0)
     emojilib                                 4.0.3    MIT          Mu-An Chiou
 
-Only ``report`` reads OpenMoji's drawings. The sets share concepts and names with OpenMoji, as all draw Unicode's emoji;
-``--without-concepts test`` excludes the concepts of its test split from training, to measure the effect.
+OpenMoji's drawings are not read. The sets share concepts and names with OpenMoji, as all draw Unicode's emoji;
+``--without-concepts test`` excludes the concepts of its test split from training, to measure the effect with
+``fedmq compare --zero-shot``.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fedmq import seeds
-from fedmq.config.scenario import Data
 from fedmq.data.readers import openmoji
-from fedmq.encoders import lite, lite_inputs
+from fedmq.encoders import lite
 
 EMOJI_SETS = {
     "twemoji": "1.2.5",
@@ -80,39 +79,22 @@ SHORTCODES = ("joypixels", "iamcal", "github", "emojibase", "cldr")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hyperparameters of training.
+    """Hyperparameters of training."""
 
-    Args:
-        members: heads trained from different seeds; their outputs are concatenated.
-        components: principal components of the image features used in training; folded into the heads afterwards.
-        whiten: components are divided by this power of their standard deviations; 0 keeps them, 1 whitens them.
-        rank: width to which image features are reduced.
-        hidden: width of the hidden layer.
-        epochs: passes over the drawings.
-        batch: drawings per step, each with one text.
-        learning_rate: peak of a one-cycle schedule.
-        decay: AdamW's weight decay.
-        drop: dropout on image features.
-        drop_hidden: dropout on the hidden layers.
-        mix: largest fraction of another drawing of the same concept mixed into the features.
-        among_images: weight of the image-image term.
-        average: decay of the moving average of the weights, which is the result.
-    """
-
-    members: int = 2
-    components: int = 1024
-    whiten: float = 0.0
-    rank: int = 160
-    hidden: int = 384
-    epochs: int = 12
-    batch: int = 512
-    learning_rate: float = 2e-3
-    decay: float = 0.05
-    drop: float = 0.3
-    drop_hidden: float = 0.2
-    mix: float = 0.5
-    among_images: float = 0.3
-    average: float = 0.98
+    members: int = 2  # heads trained from different seeds; their outputs are concatenated
+    components: int = 1024  # principal components of the image features in training; afterwards part of the heads
+    whiten: float = 0.0  # power of the components' standard deviations that divides them; 0 keeps them, 1 whitens them
+    rank: int = 160  # width to which image features are reduced
+    hidden: int = 384  # width of the hidden layer
+    epochs: int = 12  # passes over the drawings
+    batch: int = 512  # drawings per step, each with one text
+    learning_rate: float = 2e-3  # peak of a one-cycle schedule
+    decay: float = 0.05  # AdamW's weight decay
+    drop: float = 0.3  # dropout on image features
+    drop_hidden: float = 0.2  # dropout on the hidden layers
+    mix: float = 0.5  # largest fraction of another drawing of the same concept mixed into the features
+    among_images: float = 0.3  # weight of the image-image term
+    average: float = 0.98  # decay of the moving average of the weights, which is the result
 
 
 # --- sets -----------------------------------------------------------------------------------------------------------
@@ -315,19 +297,12 @@ def all_texts(cache: Path, wanted: set[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Training data.
+    """Training data."""
 
-    Args:
-        images: float [n, features].
-        image_of: int64 [n], concept of each drawing.
-        texts: float32 [m, features].
-        text_of: int64 [m], concept of each text.
-    """
-
-    images: Tensor
-    image_of: Tensor
-    texts: Tensor
-    text_of: Tensor
+    images: Tensor  # float [n, features]
+    image_of: Tensor  # int64 [n], concept of each drawing
+    texts: Tensor  # float32 [m, features]
+    text_of: Tensor  # int64 [m], concept of each text
 
 
 def load_pairs(cache: Path, without: set[str]) -> Pairs:
@@ -507,55 +482,10 @@ def train(cache: Path, recipe: Recipe, without: set[str], output: Path) -> None:
     save_file(pack(heads, bases), output, metadata={"recipe": repr(recipe)})
 
 
-# --- report ---------------------------------------------------------------------------------------------------------
-
-
-def retrieval(scores: np.ndarray, owner: np.ndarray) -> dict[str, float]:
-    """Recall at 1, 5 and 10 in both directions.
-
-    Args:
-        scores: float32 [images, captions].
-        owner: int [captions], image of each caption.
-
-    Returns:
-        ``i2t_r1`` ... ``mean_r10``: an image is a hit if any of its captions is in the top K; each caption is a query.
-    """
-    mine = owner[None] == np.arange(len(scores))[:, None]
-    best = np.where(mine, scores, -np.inf).max(1)
-    image_rank = (np.where(mine, -np.inf, scores) > best[:, None]).sum(1)
-    caption_rank = (scores > scores[owner, np.arange(len(owner))]).sum(0)
-    found = {}
-    for k in (1, 5, 10):
-        found[f"i2t_r{k}"] = float((image_rank < k).mean())
-        found[f"t2i_r{k}"] = float((caption_rank < k).mean())
-        found[f"mean_r{k}"] = (found[f"i2t_r{k}"] + found[f"t2i_r{k}"]) / 2
-    return found
-
-
-def report(cache: Path, splits: Sequence[str], heads: Path) -> None:
-    """Print zero-shot retrieval on OpenMoji among the items of each split, or among all items."""
-    lite_inputs.HEADS = heads
-    items = openmoji.load_items()
-    path = cache / f"openmoji-{openmoji.read_openmoji(Data(name='openmoji')).image_digest[:16]}.npy"
-    if not path.exists():
-        np.save(path, lite.image_features(openmoji.render(item.key) for item in items))
-    images = lite.align("image", np.load(path, allow_pickle=False))
-    for split in splits:
-        chosen = [i for i, item in enumerate(items) if split in {"all", item.split}]
-        captions = [(n, caption) for n, i in enumerate(chosen) for caption in items[i].captions]
-        texts = lite.align("text", cached_texts(cache, [caption for _, caption in captions]))
-        found = retrieval(images[chosen] @ texts.T, np.array([n for n, _ in captions]))
-        print(
-            f"{split} ({len(chosen)} images, {len(captions)} captions): "
-            + " ".join(f"{k}={v:.3f}" for k, v in found.items())
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=["fetch", "words", "features", "train", "report"])
+    parser.add_argument("step", choices=["fetch", "words", "features", "train"])
     parser.add_argument("cache", type=Path)
-    parser.add_argument("--split", action="append", choices=["val", "test", "all"])
     parser.add_argument("--heads", type=Path, default=lite.HEADS)
     parser.add_argument("--without-concepts", choices=["val", "test"])
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of Recipe")
@@ -570,15 +500,13 @@ def main() -> None:
             words(cache)
         case "features":
             features(cache)
-        case "train":
+        case _:
             items = openmoji.load_items() if arguments.without_concepts else []
             without = {bare(item.key) for item in items if item.split == arguments.without_concepts}
             changes = {
                 name: json.loads(value) for name, _, value in (change.partition("=") for change in arguments.set)
             }
             train(cache, dataclasses.replace(Recipe(), **changes), without, arguments.heads)
-        case _:
-            report(cache, arguments.split or ["val"], arguments.heads)
 
 
 if __name__ == "__main__":

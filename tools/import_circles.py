@@ -1,4 +1,4 @@
-"""List import circles among the project's modules, including lazy and TYPE_CHECKING imports; exit with 1 if any.
+"""Name an import circle among the project's modules, lazy and TYPE_CHECKING imports included; exit with 1 if any.
 
 python -m tools.import_circles
 """
@@ -6,7 +6,8 @@ python -m tools.import_circles
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
 import grimp
 
@@ -19,38 +20,19 @@ def imports() -> dict[str, set[str]]:
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
 
-def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """Groups of modules that import each other, directly or not: Tarjan's strongly connected components."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(module: str) -> Iterator[list[str]]:
-        number[module] = lowest[module] = len(number)
-        stack.append(module)
-        for imported in sorted(graph[module]):
-            if imported not in number:
-                yield from visit(imported)
-                lowest[module] = min(lowest[module], lowest[imported])
-            elif imported in stack:
-                lowest[module] = min(lowest[module], number[imported])
-        if lowest[module] == number[module]:
-            group = stack[stack.index(module) :]
-            del stack[-len(group) :]
-            if len(group) > 1:
-                yield sorted(group)
-
-    for module in sorted(graph):
-        if module not in number:
-            yield from visit(module)
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules of which each is imported by the next one, the first also being the last; empty without a circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def main() -> int:
-    """Print each circle on a line; return 1 if there is any."""
-    found = list(circles(imports()))
-    for group in found:
-        print("import circle:", ", ".join(group))
-    print(f"{len(found)} import circles")
+    """Print an import circle; return 1 if there is any."""
+    found = circle(imports())
+    print("import circle:", " is imported by ".join(found) or "none")
     return 1 if found else 0
 
 

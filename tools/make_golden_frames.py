@@ -52,6 +52,7 @@ from fedmq.wire.payloads import (
     Representations,
     RevealedShares,
     RouterStatistics,
+    RouterSums,
     RunStatus,
     SealedShares,
     SiloMetrics,
@@ -143,6 +144,7 @@ def _messages() -> dict[str, Message]:
         "class_prototypes": ClassPrototypes(rows, counts, "image"),
         "memory": Memory(rows, counts),
         "router_statistics": RouterStatistics(0.25),
+        "router_sums": RouterSums(floats, rows, counts),
         "clip_norm": ClipNorm(0.25),
         "geometry": Geometry(floats[:4].copy()),
         "loss": Loss(0.6931),
@@ -194,13 +196,7 @@ def golden_session(name: str, options: Wire = _NOTHING_HIDDEN) -> Session:
     keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
     peer = "coordinator" if name == "silo-00" else "silo-00"
     return Session(
-        run=RUN,
-        name=name,
-        peer=peer,
-        session=SESSION,
-        send_key=keys[0],
-        receive_key=keys[1],
-        options=options,
+        run=RUN, name=name, peer=peer, session=SESSION, send_key=keys[0], receive_key=keys[1], options=options
     )
 
 

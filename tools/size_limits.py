@@ -19,11 +19,7 @@ MODULE_LINES, FUNCTION_LINES, TEST_LINES = 500, 60, 600
 
 
 def too_long(root: Path) -> Iterator[str]:
-    """A message for each file and function that is too long.
-
-    Args:
-        root: the repository, or a folder with the same layout.
-    """
+    """A message for each file and function that is too long."""
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             text, place = path.read_text(encoding="utf-8"), path.relative_to(root)

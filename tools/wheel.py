@@ -25,10 +25,6 @@ _IMPORT = re.compile(rf"^(\s*)import ({_NAMES})(?=$|\s)")
 def moved(source: str, path: str) -> str:
     """The source of a module with its imports of moved packages changed.
 
-    Args:
-        source: Python source.
-        path: of the module, for errors.
-
     Raises:
         ValueError: an import is in a form that this does not change, e.g. ``import protocols.parts.memory``.
     """

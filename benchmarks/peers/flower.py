@@ -43,10 +43,7 @@ def main() -> None:
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
         (model,) = message.content["arrays"].to_numpy_ndarrays()
-        content = {
-            "arrays": ArrayRecord([model + np.float32(1e-3)]),
-            "metrics": MetricRecord({"num-examples": 1}),
-        }
+        content = {"arrays": ArrayRecord([model + np.float32(1e-3)]), "metrics": MetricRecord({"num-examples": 1})}
         return Message(RecordDict(content), reply_to=message)
 
     @server.main()  # type: ignore[untyped-decorator]

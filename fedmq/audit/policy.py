@@ -116,9 +116,6 @@ class Policy(Ways):
 def read_policy(path: Path) -> Policy:
     """Read a policy.
 
-    Args:
-        path: the YAML file.
-
     Raises:
         InputError: it cannot be read, a key or value is not allowed, or it limits nothing.
     """
@@ -196,11 +193,6 @@ def check_policy(audit: Audit, policy: Policy, file: Path) -> PolicyResult:
 
     If the two ends of a message logged it differently (which is a finding of the audit), both versions are checked, so
     that neither log can hide a breach.
-
-    Args:
-        audit: the audit of the run.
-        policy: the rules.
-        file: the policy file, for the report.
     """
     seen: dict[Frame, set[str]] = {}
     sums: Counter[tuple[str, Way]] = Counter()

@@ -2,7 +2,8 @@
 
 It compares the order of events with their virtual times, every merge with its replies and their staleness, the payloads
 of every task and reply (kinds, sizes, digests), every evaluation, and the digests of the released files. Anything that
-depends on real time is not compared: tags, sessions, dates, and how often a message was resent.
+depends on real time is not compared: tags, sessions, dates, and how often a message was resent. Nor are the keys,
+shares and masked updates of secure sums, which are random; their sum is compared, as it gives the next model.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from fedmq.wire.codec import digest
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import MessageRecord, NoteRecord, TimelineRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
-from fedmq.wire.payloads import Metrics
+from fedmq.wire.payloads import MaskedUpdate, Metrics, RevealedShares, SealedShares, UpdateReport
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 #: What processes stated about their data and confirmed, and silos' own evaluations.
 _OF_DATA = (Kind.STATEMENT, Kind.AGREEMENT, Kind.SILO_RESULT)
+#: What a silo sends in the later steps of a secure sum, which depends on random keys; their sum does not.
+_OF_KEYS = frozenset({SealedShares.KIND, MaskedUpdate.KIND, RevealedShares.KIND})
 #: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "own_heldout", "per_silo_mean", "fairness", "public_items")
 
@@ -89,19 +92,7 @@ class Difference:
 
 
 def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
-    """Refuse a run whose messages cannot be repeated exactly.
-
-    Raises:
-        InputError: its model cannot be repeated either, or it has secure sums.
-    """
-    require_repeatable_model(scenario, folder)
-    if scenario.privacy.secure_aggregation is not None:
-        allowed = "null: a replay has other keys, and so other masks"
-        raise InputError(f"{folder.scenario}: privacy.secure_aggregation", "a secure sum", allowed)
-
-
-def require_repeatable_model(scenario: Scenario, folder: RunFolder) -> None:
-    """Refuse a run whose model cannot be repeated exactly.
+    """Refuse a run that cannot be repeated exactly.
 
     Raises:
         InputError: its clock is real time, its noise is derived from keys, or it depends on when silos joined.
@@ -197,7 +188,14 @@ def _sent(record: MessageRecord, present: Set[str]) -> tuple[Key, str] | None:
     if header.kind not in (*_KINDS, *_OF_DATA) or (header.sender == COORDINATOR and header.kind is not Kind.TASK):
         return None
     silo = header.receiver if header.kind is Kind.TASK else header.sender
-    held = {"payloads": record.payloads, "digests": record.digests}
+    if not _OF_KEYS.isdisjoint(kind for kind, _ in record.payloads):
+        return None
+    digests = [
+        digest
+        for (kind, _), digest in zip(record.payloads, record.digests, strict=True)
+        if kind != UpdateReport.KIND  # it has the keys of its round
+    ]
+    held = {"payloads": record.payloads, "digests": digests}
     content = json.dumps({**{name: getattr(header, name) for name in _CONTENT}, **held}, sort_keys=True)
     if any(kind == Metrics.KIND for kind, _ in record.payloads):
         return (_MEASUREMENT, silo, header.base_version), content

@@ -56,12 +56,10 @@ class _Options:
         ),
     ] = 0
     delta: Annotated[
-        float | None,
-        typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
+        float | None, typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta.")
     ] = None
     keys: Annotated[
-        Path | None,
-        typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed."),
+        Path | None, typer.Option("--keys", metavar="DIR", help="Folder of the public keys that must have signed.")
     ] = None
     logs: Annotated[
         list[Path] | None,
@@ -94,8 +92,7 @@ class _Options:
 
 @with_options(_Options)
 def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    **given: Any,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)], **given: Any
 ) -> None:
     """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 

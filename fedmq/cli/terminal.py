@@ -270,11 +270,14 @@ def _fairness(summary: RunSummary) -> str:
 
 
 def _privacy(summary: RunSummary) -> str:
-    """The privacy that the silo with most tasks has spent; empty without noise."""
-    if (spent := summary.privacy) is None:
-        return ""
-    plain = f"; sent without noise: {', '.join(spent.without_noise)}" if spent.without_noise else ""
-    return f"privacy: epsilon {spent.epsilon:.3g} at delta {spent.delta:g} after {spent.tasks} tasks of a silo{plain}\n"
+    """The privacy that the silo with most tasks has spent, and a training item; empty without noise."""
+    lines = ""
+    for what, spent in (("privacy", summary.privacy), ("privacy of an item", summary.item_privacy)):
+        if spent is not None:
+            plain = f"; sent without noise: {', '.join(spent.without_noise)}" if spent.without_noise else ""
+            epsilon = f"epsilon {spent.epsilon:.3g} at delta {spent.delta:g}"
+            lines += f"{what}: {epsilon} after {spent.tasks} tasks of a silo{plain}\n"
+    return lines
 
 
 def _failed_at(summary: RunSummary) -> str:

@@ -20,13 +20,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class OptionError(ValueError):
-    """The value of an option is not allowed; ``__post_init__`` of a schema raises it.
-
-    Args:
-        option: name of the option.
-        found: its value.
-        allowed: what is accepted.
-    """
+    """The value of an option is not allowed; ``__post_init__`` of a schema raises it."""
 
     def __init__(self, option: str, found: object, allowed: str) -> None:
         self.option = option

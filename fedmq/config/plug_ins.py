@@ -205,13 +205,10 @@ def titled(name: str) -> str:
 
 
 def adopt(path: Path) -> str:
-    """Copy a file that the user names into the cache, so that processes on this machine may execute it.
+    """Copy a user's file into the cache, so that processes on this machine may execute it, and return its reference.
 
     Args:
         path: the file; it is compiled but not executed.
-
-    Returns:
-        The reference.
 
     Raises:
         UserFileError: the file does not exist, its name is not allowed, or it has a syntax error.

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fedmq.config.faults import AnyFault, StepFault
+from fedmq.config.faults import AnyFault, Persistent, StepFault
 from fedmq.config.sections import Aggregation, Compression, Count, Fraction, NonNegative, Number, Part, Positive
 
 #: Smallest and largest noise multiplier above 0 in a run with secure sums.
@@ -72,6 +72,24 @@ class AdaptiveClip(Part):
     )
 
 
+class ItemNoise(Part):
+    """Differential privacy of a silo's single training items: its local steps are noised, see
+    docs/explanation/privacy.md#single-items.
+    """
+
+    group: Count = Field(
+        8,
+        description="number of items of a group. A silo's items are split into groups once; a step takes each with "
+        "probability min(1, batch_size / n), n the silo's number of items. A contrast has negatives of the group only",
+    )
+    clip_norm: Positive = Field(description="maximum L2 norm of the gradient of a group's loss; a longer one is scaled")
+    noise_multiplier: NonNegative = Field(
+        0.0,
+        description="Gaussian noise of standard deviation noise_multiplier * clip_norm on each number of a step's sum "
+        "of gradients",
+    )
+
+
 class Budget(Part):
     """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private."""
 
@@ -98,6 +116,9 @@ class Privacy(Part):
     statistics: dict[Statistic, Noise] = Field(
         default_factory=dict,
         description="clipping and noise of other payloads than updates, by kind; counts of samples stay as they are",
+    )
+    items: ItemNoise | None = Field(
+        None, description="clipping and noise in each local step, for a guarantee to single items; not with all methods"
     )
     least_support: Count = Field(
         1,
@@ -134,6 +155,8 @@ class Privacy(Part):
             raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
         if self.noise_from == "key" and not self.noised:
             raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
+        if self.items is not None and self.budget is not None:
+            raise ValueError("privacy.budget needs privacy.items null: it limits the epsilon of silos, not of items")
         if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
             raise ValueError("privacy.adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation")
         if self.adaptive_clip is not None and bool(self.adaptive_clip.noise_multiplier) != bool(self.noise_multiplier):
@@ -144,12 +167,13 @@ class Privacy(Part):
 
     @property
     def noised(self) -> bool:
-        """Whether anything that silos send gets noise."""
-        return any(multiplier > 0 for multiplier in self.multipliers.values())
+        """Whether anything that silos send, or their local steps, get noise."""
+        in_steps = self.items is not None and self.items.noise_multiplier > 0
+        return in_steps or any(multiplier > 0 for multiplier in self.multipliers.values())
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """The noise multipliers, by their keys in this section."""
+        """The noise multipliers of what silos send, by their keys in this section."""
         found = {"noise_multiplier": self.noise_multiplier}
         found |= {
             f"statistics.{kind}.noise_multiplier": noise.noise_multiplier for kind, noise in self.statistics.items()
@@ -171,9 +195,14 @@ class Privacy(Part):
     ) -> None:
         """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
 
+        Also refuses noise in local steps with faults that change a silo's items.
+
         Raises:
             ValueError: the keys, what was found, and why.
         """
+        changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
+        if self.items is not None and changing:  # epsilon counts one set of groups
+            raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
         if self.secure_aggregation is None:
             for fault in faults:
                 if isinstance(fault, StepFault) and fault.step != "train":

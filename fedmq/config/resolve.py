@@ -41,6 +41,8 @@ class MethodFacts:
         personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         needs_public: it needs a data set that marks public items.
         weighs_single_silos: ``aggregation.single_weight`` applies to it.
+        adapter: the ``backbone.adapter`` that it needs; None if it works with any.
+        no_sum: why its options allow no secure sum; empty if they do.
         without_effect: options that are set although their switch is off: name, value, and the switch's value.
         begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
             round is the default.
@@ -53,6 +55,8 @@ class MethodFacts:
     personal_only: bool
     needs_public: bool
     weighs_single_silos: bool
+    adapter: str | None
+    no_sum: str
     without_effect: tuple[tuple[str, object, str], ...]
     begins: tuple[tuple[str, int, str, bool], ...] = ()
     preset: Mapping[str, object] = field(default_factory=dict)
@@ -60,19 +64,12 @@ class MethodFacts:
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """Facts of a scenario's objective that do not depend on the data.
+    """Facts of a scenario's objective that do not depend on the data."""
 
-    Args:
-        options: all options including defaults, as plain data.
-        on_features: it is defined only on frozen features, so that no encoder can be trained with it.
-        hashes: it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``.
-        contrasts: it only contrasts the items of a batch, so that a batch of one teaches nothing.
-    """
-
-    options: Mapping[str, object]
-    on_features: bool
-    hashes: bool
-    contrasts: bool = False
+    options: Mapping[str, object]  # all options including defaults, as plain data
+    on_features: bool  # it is defined only on frozen features, so that no encoder can be trained with it
+    hashes: bool  # it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``
+    contrasts: bool = False  # it only contrasts the items of a batch, so that a batch of one teaches nothing
 
 
 class Known(Protocol):
@@ -90,17 +87,11 @@ class Known(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """A scenario file, read and validated against the schema.
-
-    Args:
-        file: the file.
-        scenario: with settings applied; names are not looked up yet.
-        overridden: keys given with ``--set``, for the place in errors.
-    """
+    """A scenario file, read and validated against the schema."""
 
     file: Path
-    scenario: Scenario
-    overridden: tuple[str, ...] = ()
+    scenario: Scenario  # with settings applied; names are not looked up yet
+    overridden: tuple[str, ...] = ()  # keys given with ``--set``, for the place in errors
 
     def place(self, key: str) -> str:
         """File, line and key, or the setting that gave the key; ``key`` is e.g. ``partition.alpha``."""
@@ -168,11 +159,6 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
 
 def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ()) -> Scenario:
     """Validate a raw scenario.
-
-    Args:
-        raw: the scenario with settings applied.
-        path: its file.
-        overridden: keys given with ``--set``.
 
     Raises:
         InputError: a key or value is not allowed; the place is in ``path``.
@@ -282,6 +268,11 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         if scenario.aggregation.single_weight != 1 and not method.weighs_single_silos:
             allowed = f"1: {scenario.protocol.label} gives no single-modality silo's reply a weight"
             raise InputError("aggregation.single_weight", scenario.aggregation.single_weight, allowed)
+        if method.adapter not in (None, scenario.backbone.adapter):
+            allowed = f"{method.adapter}, whose layers {scenario.protocol.label} averages"
+            raise InputError("backbone.adapter", scenario.backbone.adapter, allowed)
+        if scenario.privacy.secure_aggregation is not None and method.no_sum:
+            raise no_secure_sum(scenario.protocol, method.no_sum)
         objective = known.objective_facts(scenario.objective)
         _check_objective(scenario, objective)
         _check_compression(scenario)
@@ -303,6 +294,12 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
     )
     run_id = name_of(scenario.model_dump(mode="json"))
     return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
+
+
+def no_secure_sum(method: ProtocolChoice, why: str) -> InputError:
+    """The error of a method that has no secure sum."""
+    allowed = "null, or a method and options in the table of docs/explanation/secure_sums.md"
+    return InputError("privacy.secure_aggregation", f"with {method.label}: {why}", allowed)
 
 
 def _with_preset(scenario: Scenario, preset: Mapping[str, object]) -> Scenario:

@@ -396,13 +396,10 @@ def assignment_seed(missing: MissingModality, run_seed: int) -> int:
 
 
 def modalities(missing: MissingModality, names: Sequence[str], run_seed: int) -> tuple[tuple[bool, bool], ...]:
-    """Whether each silo has images and whether it has texts.
+    """Whether each silo has images and whether it has texts, in the order of ``names``.
 
     Silos with one modality are listed by name, or round(rate * K) of them are sampled and keep ``missing.only``, or
     either modality with equal probability. ``missing.seed`` draws them (RCSR always uses 42), or else ``run_seed``.
-
-    Returns:
-        (image, text) of each silo, in the order of ``names``.
     """
     if missing.silos:
         only = dict(missing.silos)

@@ -148,7 +148,7 @@ def text_features(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> npt.NDArray[np.float32]:
-    """One text vector per item (the mean of its captions' frozen features), used for clustering in the partition.
+    """One vector per item, float32 [n, d]: the mean of its captions' frozen features; used to cluster the partition.
 
     Token ids are encoded by the frozen text tower chunk by chunk, so that an interrupted computation can resume. The
     result is stored in the prepared folder.
@@ -160,9 +160,6 @@ def text_features(
         cache: folder with the tower's weights; None means the one that holds ``prepared``.
         progress: receives progress while encoding.
         device: device of the tower.
-
-    Returns:
-        float32 [n, d].
 
     Raises:
         RunError: the cache cannot be written.

@@ -138,9 +138,6 @@ class RawSet:
     def same_images(self, progress: Progress | None = None) -> npt.NDArray[np.int64]:
         """The first row with the same image as each row: int64 [n].
 
-        Args:
-            progress: called while images are read.
-
         Raises:
             InputError: an image cannot be read.
         """
@@ -273,11 +270,6 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
 def read_json(path: Path, schema: type[Schema], allowed: str) -> Schema:
     """Read a JSON file.
 
-    Args:
-        path: the file.
-        schema: type of its value; other fields are ignored.
-        allowed: what the file should be, for the error.
-
     Raises:
         InputError: the file is missing, unreadable, not valid JSON, or does not match the schema.
     """
@@ -355,10 +347,6 @@ class Unreadable:
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Unreadable:
     """Open the images of a data set in order, for image files only the headers; videos are not opened.
-
-    Args:
-        raw: the data set; its missing images are passed over.
-        progress: called while images are opened.
 
     Raises:
         InputError: the package that reads these files is missing.

@@ -83,7 +83,7 @@ def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> 
 
 
 def without_dropped(present: Present, train: I64, missing: MissingModality, run_seed: int) -> Present:
-    """The modalities of each item after ``missing_modality.per: item`` has removed one of some training pairs.
+    """Modalities, bool [n, 2], after ``missing_modality.per: item`` has removed one of some training pairs.
 
     round(rate * n) of the n training pairs lose a modality, the same ones in every partition. They keep
     ``missing.only``, or either modality with equal probability.
@@ -93,9 +93,6 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
         train: int64 [m], rows of the training split.
         missing: the scenario's section; with ``per: silo`` nothing is removed.
         run_seed: the scenario's seed, by which the items are drawn unless the section has its own.
-
-    Returns:
-        bool [n, 2].
     """
     pairs = train[np.asarray(present)[train].all(axis=1)]
     if missing.per != "item" or not len(pairs):

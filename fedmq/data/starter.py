@@ -245,14 +245,7 @@ def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
 
 
 def site_text(file: Path, data: OwnData, silo: str, address: str) -> str:
-    """A site file for a silo with its own data, as YAML with comments.
-
-    Args:
-        file: the site file, at whose folder relative paths start.
-        data: the site's data.
-        silo: name of the silo.
-        address: address of the coordinator.
-    """
+    """A site file for a silo with its own data, as YAML with comments."""
     folder = file.absolute().parent
     place = data.path.relative_to(folder) if data.path.is_relative_to(folder) else data.path
     notes = {

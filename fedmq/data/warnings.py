@@ -173,12 +173,7 @@ def is_placeholder(text: str) -> bool:
 
 
 def of_labels(counts: Mapping[str, int], items: int) -> list[str]:
-    """One line for each property of labels that is probably unintended.
-
-    Args:
-        counts: number of items of each label.
-        items: number of items.
-    """
+    """One line for each property of labels that is probably unintended."""
     names = list(counts)
     fine = [names[column] for column in fine_columns(names)]
     lines = [

@@ -151,12 +151,6 @@ def load_tower(
 ) -> Frozen:
     """Load one frozen tower; on the CPU, all processes that load it share the memory of its weights.
 
-    Args:
-        weights: the model's weights in the cache.
-        modality: the tower to load.
-        device: device to compute on.
-        half: use bfloat16 autocast.
-
     Raises:
         RunError: the cached file is damaged.
     """

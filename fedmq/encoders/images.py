@@ -300,15 +300,12 @@ def difference_hash(pixels: Pixels) -> int:
 
 
 def as_pixels(image: object, place: str) -> Pixels:
-    """Decode an image given as a path, a Pillow image, an array or a tensor.
+    """Decode an image given as a path, a Pillow image, an array or a tensor: uint8 [height, width, 3].
 
     Args:
         image: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
             torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
         place: place of the image in error messages.
-
-    Returns:
-        uint8 [height, width, 3].
 
     Raises:
         InputError: the file is not an image, or the object has another type, shape, dtype or range.

@@ -57,11 +57,7 @@ def _padded(x: Tensor, pad: Any, value: float) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """A convolution with filters [out, in, h, w] and biases [out] from the file.
-
-    Args:
-        layer: the layer's struct in the file.
-    """
+    """A convolution with filters [out, in, h, w] and biases [out] from the file."""
 
     def __init__(self, layer: Mapping[str, Any]) -> None:
         super().__init__()

@@ -53,10 +53,6 @@ def load(folder: Path, device: str) -> tuple[Encode, Callable[[Sequence[str]], l
 
     The second function says of each text whether it has more tokens than the encoder reads.
 
-    Args:
-        folder: folder of the encoder.
-        device: device to compute on.
-
     Raises:
         InputError: sentence-transformers is not installed, it cannot load the folder, or weights are missing. Both
             functions raise it if the encoder fails, or computes values that are not finite.

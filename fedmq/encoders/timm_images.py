@@ -104,15 +104,7 @@ def _load(model: nn.Module, path: Path) -> None:
 
 
 def load(backbone: Backbone, seed: int, device: str) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Load a model without its classifier.
-
-    Args:
-        backbone: ``timm:NAME`` and ``pretrained``.
-        seed: seed of random weights.
-        device: device to compute on.
-
-    Returns:
-        The frozen model, and its :func:`preprocessing`.
+    """A model without its classifier, frozen, and its :func:`preprocessing`.
 
     Raises:
         InputError: the model, tag or file is unknown, or the file does not match the model.

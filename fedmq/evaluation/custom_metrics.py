@@ -109,12 +109,7 @@ def _loaded(source: str) -> tuple[Measure, ...]:
 
 
 def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Metric]:
-    """Entries of user-defined metrics by name, for a run's summary: its readers may not have their code.
-
-    Args:
-        measures: measures of the run.
-        names: names of the metrics measured in the run.
-    """
+    """Entries of user-defined metrics by name, for a run's summary: its readers may not have their code."""
     entries = custom_metrics(measures)
     entries_by_name = ((name, next((hit for entry in entries if (hit := entry.named(name))), None)) for name in names)
     return {name: metric for name, metric in entries_by_name if metric is not None}

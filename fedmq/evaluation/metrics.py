@@ -29,7 +29,7 @@ BRIEF = (HEADLINE, "mean_r10")
 #: Tolerance of the bounds, for rounding errors.
 ROUNDING = 1e-6
 #: Prefixes of a summary's cost values; lower is better.
-_COSTS = ("bytes.", "seconds.", "messages.", "processes.", "privacy.", "seconds to ")
+_COSTS = ("bytes.", "seconds.", "messages.", "processes.", "privacy.", "item_privacy.", "seconds to ")
 
 #: Directions of retrieval in names of metrics; ``mean`` is the mean of ``i2t`` and ``t2i``.
 WAYS: Mapping[str, str] = {
@@ -419,12 +419,7 @@ def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
 
 
 def shown(values: Mapping[str, float], custom: Sequence[Metric] = ()) -> list[Metric]:
-    """Entries of the measured values that tables and curves show, in the order of the values.
-
-    Args:
-        values: values by name.
-        custom: entries of user-defined metrics.
-    """
+    """Entries of the measured values that tables and curves show, in the order of the values."""
     found = (_built_in(name) or _found(name, custom) for name in values)
     return [metric for metric in found if metric is not None and metric.shown]
 

@@ -62,10 +62,6 @@ class EvaluatorArguments:
 class Evaluator:
     """Evaluates shared models on the held-out split.
 
-    Args:
-        population: the data and its partition.
-        device: ``cpu`` or ``cuda:N``.
-
     Attributes:
         shares_data: it evaluates on the run's data set, not on a held-out set of its own.
     """

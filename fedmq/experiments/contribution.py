@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmq.audit.replay import require_repeatable_model
+from fedmq.audit.replay import require_repeatable
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -37,11 +37,6 @@ Silos = frozenset[str]
 def require_silos(scenario: Scenario, folder: RunFolder, names: Collection[str]) -> None:
     """Refuse a run that cannot be repeated here without some silos.
 
-    Args:
-        scenario: the run's scenario.
-        folder: its folder.
-        names: the silos that are to be left out.
-
     Raises:
         InputError: the sites have their own data, the run cannot be repeated bit for bit, or a name is not that of a
             silo of the run.
@@ -49,7 +44,7 @@ def require_silos(scenario: Scenario, folder: RunFolder, names: Collection[str])
     if scenario.data is None:
         allowed = "a run whose data are here; with sites' own data start it again with --set 'silos.without=[NAME]'"
         raise InputError(f"{folder.scenario}: partition.kind", "own", allowed)
-    require_repeatable_model(scenario, folder)
+    require_repeatable(scenario, folder)
     if unknown := sorted(set(names) - set(scenario.silo_names)):
         raise InputError("--silo", unknown[0], f"a silo of the run: {', '.join(scenario.silo_names)}")
     if len(scenario.silo_names) < 2:

@@ -18,8 +18,9 @@ from fedmq.text import is_float
 F64 = npt.NDArray[np.float64]
 #: Ratio of the largest to the smallest value from which an axis is logarithmic.
 _LOGARITHMIC_FROM = 50.0
-#: Column with the epsilon of a run with noise.
+#: Columns with the epsilon of a run with noise, of silos and of single items.
 EPSILON = "privacy.epsilon"
+EPSILONS = (EPSILON, f"item_{EPSILON}")
 
 
 def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
@@ -28,8 +29,9 @@ def page(rows: Sequence[Row], title: str, command: str, table: Grid) -> str:
     columns = [column for column in rows[0].columns if any(run.shows(column) for run in runs)]
     body = [[Markup("<b>{}</b>").format(cell.text) if cell.best else cell.text for cell in row] for row in table.body]
     figures = [each for column in columns for each in _column(rows, column)]
-    if EPSILON in columns:
-        figures = [*(_against_epsilon(rows, column) for column in columns if column != EPSILON), *figures]
+    for epsilon in EPSILONS:
+        if epsilon in columns:
+            figures = [*(_against_epsilon(rows, each, epsilon) for each in columns if each not in EPSILONS), *figures]
     return document(title, (f"Made by: {command}", *table.notes), figures, [table.head, *body])
 
 
@@ -126,17 +128,17 @@ def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 
-def _against_epsilon(rows: Sequence[Row], column: str) -> Figure:
+def _against_epsilon(rows: Sequence[Row], column: str, epsilon: str) -> Figure:
     """A column against epsilon: one line for each method, through its rows with noise."""
     note = "Noise is stronger to the left. Rows without noise have no epsilon and are not shown."
     figure, lines = Figure(f"{column} against epsilon", "epsilon", column, note=note), dict[str, list[Row]]()
     figure.x["type"] = "log"
-    for row in sorted(rows, key=lambda row: row.columns[EPSILON].mean):
-        if math.isfinite(row.columns[EPSILON].mean):
+    for row in sorted(rows, key=lambda row: row.columns[epsilon].mean):
+        if math.isfinite(row.columns[epsilon].mean):
             lines.setdefault(row.entry.method, []).append(row)
     for place, (name, members) in enumerate(lines.items()):
         mean, std = (np.array([getattr(row.columns[column], part) for row in members]) for part in ("mean", "std"))
-        _line(figure, place, name, [row.columns[EPSILON].mean for row in members], mean, std)
+        _line(figure, place, name, [row.columns[epsilon].mean for row in members], mean, std)
     return figure
 
 

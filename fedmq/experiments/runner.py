@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,6 +131,11 @@ class Workplace:
     jobs: int  # number of parallel runs
     start: Start  # starts a run
 
+    @property
+    def cores_of_a_run(self) -> int:
+        """Number of cores for each of the runs in parallel."""
+        return max(1, (os.cpu_count() or 1) // self.jobs)
+
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[ResolvedRun], str]:
     """A function that returns the digest of a run's data, and prepares and checks each data set only once.
@@ -171,6 +177,9 @@ def run_of(
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
     run = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
+    if not (place.processes or run.scenario.silos.slots):
+        silos = run.scenario.silos.model_copy(update={"slots": place.cores_of_a_run})
+        run = replace(run, scenario=run.scenario.model_copy(update={"silos": silos}))
     scenario = run.scenario
     facts = named_by(scenario, _HERE)
     if (trace := scenario.participation.trace) is not None:

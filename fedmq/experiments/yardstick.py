@@ -38,14 +38,11 @@ RIDGE = 0.3
 
 
 def figures(kind: str, runs: Mapping[int, ResolvedRun]) -> dict[int, Mapping[str, object]]:
-    """Measure a yardstick.
+    """Measure a yardstick: by seed its ``metrics``, ``fairness`` and ``per_silo_mean``, as in a run's summary.
 
     Args:
         kind: ``classes`` or ``pairs``.
         runs: by seed, a run whose data, split and metrics the yardstick takes.
-
-    Returns:
-        By seed, its ``metrics``, ``fairness`` and ``per_silo_mean``, as in a run's summary.
 
     Raises:
         InputError: the data are not features, or cannot be fitted.

@@ -133,6 +133,7 @@ class RunData:
             scenario.objective,
             tuple(self.label_names[column] for column in self.label_columns(scenario)),
             max_age=scenario.aggregation.max_age,
+            items=scenario.privacy.items,
             public=self.public,
             build=partial(self.build_model, scenario, "cpu", ("image", "text")),
         )

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedmq import seeds
 from fedmq.config.privacy import AdaptiveClip, Noise, Privacy, Statistic
-from fedmq.config.scenario import Scenario
+from fedmq.config.scenario import Scenario, Training
 from fedmq.errors import InputError
 from fedmq.wire.fields import Real, Tensor
 from fedmq.wire.payloads import ClassPrototypes, ClipNorm, Delta, DiscriminatorDelta, Memory, PartialDelta, Payload
@@ -57,17 +57,31 @@ def transform(values: F32, noise: Noise, source: int | bytes, path: tuple[str | 
     return clipped + drawn * np.float32(noise.noise_multiplier * noise.clip_norm)
 
 
-def normal(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[np.uint32]) -> F64:
-    """Standard normal numbers, float64 [n], for a silo's share of the noise of a secure sum.
+def normal(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[Any]) -> F64:
+    """Standard normal numbers, float64 [n], for a silo's share of the noise of a secure sum, or for a local step.
 
     Args:
         source: source of the noise, see :func:`transform`.
-        path: silo, version and section.
-        values: what the silo adds to the section, without noise, uint32 [n].
+        path: name of the draw.
+        values: what the noise is added to [n].
     """
     if isinstance(source, int):
         return seeds.numpy_generator(source, "privacy", *path).standard_normal(values.size)
     return _secret_noise(source, path, values)
+
+
+def uniform(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[Any], count: int) -> F64:
+    """Uniform numbers in (0, 1], float64 [count].
+
+    Args:
+        source: source of the numbers, see :func:`transform`.
+        path: name of the draw.
+        values: what the draw is for; a secret gives others for other values.
+        count: how many.
+    """
+    if isinstance(source, int):
+        return 1.0 - seeds.numpy_generator(source, "privacy", *path).random(count)
+    return _secret_uniform(source, path, values, count)
 
 
 def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: npt.NDArray[Any]) -> F64:
@@ -77,15 +91,19 @@ def _secret_noise(secret: bytes, path: tuple[str | int, ...], values: npt.NDArra
     a different update, in another run with the same keys, gets other noise, so that their difference does not cancel
     it.
     """
+    # Box and Muller 1958.
+    first, second = np.split(_secret_uniform(secret, path, values, 2 * ((values.size + 1) // 2)), 2)
+    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: values.size]
+
+
+def _secret_uniform(secret: bytes, path: tuple[str | int, ...], values: npt.NDArray[Any], count: int) -> F64:
+    """53-bit uniform numbers in (0, 1] [count], keyed as :func:`_secret_noise`."""
     content = blake3(seeds.derive(0, "noise", *path).to_bytes(8, "big"), key=secret)
     content.update(np.ascontiguousarray(values).view(np.uint8).data)
     stream = Cipher(algorithms.AES256(content.digest()), modes.CTR(bytes(16))).encryptor()
-    words = np.frombuffer(stream.update(bytes(16 * ((values.size + 1) // 2))), np.uint64)
-    # Box and Muller 1958, from 53-bit uniform numbers in (0, 1].
-    uniform = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
-    first, second = np.split(uniform, 2)
-    radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: values.size]
+    words = np.frombuffer(stream.update(bytes(8 * count)), np.uint64)
+    return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
 
 def at_norm(privacy: Privacy, task: Iterable[Payload]) -> Privacy:
@@ -212,6 +230,58 @@ def epsilon_of(spent: float, delta: float, *, sums: bool = False) -> float:
     return float(dp_accounting.get_epsilon_gaussian(spent**-0.5, delta))
 
 
+def step_sampling(training: Training, items: int) -> tuple[float, int]:
+    """With ``privacy.items``: the probability that a local step takes a group, and the number of steps of a task.
+
+    Args:
+        training: batch size and local epochs.
+        items: n, number of the silo's training items.
+    """
+    return min(1.0, training.batch_size / items), training.local_epochs * -(-items // training.batch_size)
+
+
+def spent_by_items(kinds: Iterable[str], privacy: Privacy) -> float:
+    """As :func:`spent`, of payloads besides updates; 0 in a run with secure sums, whose noise is not a silo's own."""
+    updates = {update.KIND for update in UPDATES}
+    return 0.0 if privacy.secure_aggregation else spent((kind for kind in kinds if kind not in updates), privacy)
+
+
+def item_epsilon(scenario: Scenario, items: int, tasks: int, other: float, delta: float) -> float:
+    """Epsilon of one training item of a silo: of its local steps, and of what it sends with noise besides updates.
+
+    Two neighbouring data sets differ in one item, which is replaced by another. A step adds the clipped gradients of
+    Poisson-sampled groups, of which the item's goes from one vector of norm at most C to another. The pair
+    (1 - q) N(0, z²) + q N(±1, z²) dominates such a step: E max(0, P - a Q) falls with the covariance of the two
+    likelihood ratios and grows with the vectors' norms, so opposite vectors of norm C are the worst. dp-accounting
+    composes the privacy losses of this pair (Koskela et al. 2020; Zhu et al. 2022), which are rounded up to multiples
+    of a thousandth of the largest event's epsilon.
+
+    Args:
+        scenario: with noise in local steps.
+        items: number of the silo's training items.
+        tasks: number of tasks that it answered.
+        other: what its payloads spent, :func:`spent_by_items`: an item changes each of them from one of norm at most
+            clip_norm to another as well.
+        delta: in (0, 1).
+    """
+    import dp_accounting  # noqa: PLC0415 - takes a second; most runs do without
+    from dp_accounting import pld  # noqa: PLC0415
+
+    options, (rate, steps) = scenario.privacy.items, step_sampling(scenario.training, items)
+    assert options is not None  # noqa: S101 - only such runs have epsilon of items
+    gaussian = dp_accounting.GaussianDpEvent
+    rest = other**-0.5 if other else math.inf
+    interval = 1e-3 * max(0.1, dp_accounting.get_epsilon_gaussian(min(options.noise_multiplier, rest) / 2, delta))
+    replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
+    accountant = pld.PLDAccountant(replaced, value_discretization_interval=interval)
+    if tasks:
+        sampled = dp_accounting.PoissonSampledDpEvent(rate, gaussian(options.noise_multiplier))
+        accountant.compose(sampled, steps * tasks)
+    if other:
+        accountant.compose(gaussian(rest))
+    return float(accountant.get_epsilon(delta))
+
+
 def spent_by_task(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]]) -> float:
     """What the reply to a task spends, :func:`spent`; all kinds that any silo uploads count for every silo."""
     return spent({kind.KIND for one in uploads for kind in one} | {CLIP_BIT}, privacy)
@@ -267,7 +337,7 @@ def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]
         if least > privacy.budget.epsilon:
             allowed = f"at least {least:.3g}, which one reply spends; or more noise"
             raise InputError("privacy.budget.epsilon", privacy.budget.epsilon, allowed)
-    if privacy.least_support > 1 and "modality_prototypes" in kinds:
+    if privacy.least_support > 1 and kinds.keys() & {"modality_prototypes", "router_sums"}:
         fewest = min(samples)
         if fewest < privacy.least_support:
             allowed = f"at most {fewest}, the training items of the smallest silo, whose prototype is a mean of so many"

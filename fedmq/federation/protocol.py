@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
+from fedmq.config.privacy import ItemNoise
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
@@ -70,6 +71,7 @@ class Context:
     whole_rounds: bool = True
     # Number of versions after which a silo's last known statistics are dropped; None keeps all.
     max_age: int | None = None
+    items: ItemNoise | None = None  # clipping and noise in local steps; None for plain ones
     # Loads the public items, which belong to no silo, in both modalities; returns None if the data set marks none as
     # public.
     public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
@@ -133,6 +135,7 @@ class Local:
     unpaired: tuple[SiloDataset, ...] = ()
     validation: SiloDataset | None = None  # pairs held out by ``training.validation``; None if there are none
     epochs: EpochStore | None = field(default=None, compare=False)  # keeps snapshots of a long task; None keeps none
+    secret: bytes | None = None  # of 32 bytes, for the noise in its steps; None draws it from the scenario's seed
 
     @property
     def samples(self) -> int:
@@ -239,18 +242,32 @@ class WeightedSum:
     finish: Callable[[Added], MergeResult]  # the merge's result
 
 
-def why_no_sum(method: FederatedProtocol) -> str:
-    """Why merges of a method are no secure sum; empty if they are.
+def defines_sum(kind: type[FederatedProtocol]) -> bool:
+    """Whether a method defines a secure sum, at least with some of its options.
 
     A class that overrides ``merge`` alone merges in another way than the ``weigh`` that it inherits.
     """
-    return method.no_sum() if defines_sum(type(method)) else "its merge is more than a weighted sum of the updates"
-
-
-def defines_sum(kind: type[FederatedProtocol]) -> bool:
-    """Whether a method defines a secure sum, at least with some of its options."""
     merging, weighing = (next(each for each in kind.__mro__ if name in vars(each)) for name in ("merge", "weigh"))
     return weighing is not FederatedProtocol and merging in weighing.__mro__
+
+
+def why_no_items(method: FederatedProtocol) -> str:
+    """Why a method's local training gives no guarantee to single items; empty if it does."""
+    if method.traits().personalised:
+        return "its personal models are trained without noise, and their metrics are sent"
+    if method.traits().unpaired == "anchored" and any(silo.unpaired for silo in method.context.silos):
+        return "it trains on items without a pair beside the pairs"
+    return method.no_items() if protects_items(type(method)) else FederatedProtocol.no_items(method)
+
+
+def protects_items(kind: type[FederatedProtocol]) -> bool:
+    """Whether a method's local training can have ``privacy.items``, at least with some of its options.
+
+    A class that overrides a part of the training has to define :meth:`FederatedProtocol.no_items` again.
+    """
+    parts = ("no_items", "train", "trained", "work", "extra_loss", "kept")
+    said, *owners = (next((each for each in kind.__mro__ if name in vars(each)), FederatedProtocol) for name in parts)
+    return said is not FederatedProtocol and all(owner in said.__mro__ for owner in owners)
 
 
 def encoders_of(model: TwoTower) -> Encoders:
@@ -294,6 +311,7 @@ class Traits:
             ``aggregation.single_weight`` applies.
         completes_items: a silo that lacks a modality trains both branches, on its items completed with public ones.
         exact_updates: the method needs updates as they were trained, without clipping, noise and compression.
+        adapter: the ``backbone.adapter`` whose layers the method averages; None if it works with any.
     """
 
     pooled: bool = False
@@ -311,6 +329,7 @@ class Traits:
     weighs_single_silos: bool = True
     completes_items: bool = False
     exact_updates: bool = False
+    adapter: Literal["mma", "lora"] | None = None
 
 
 @dataclass(frozen=True)
@@ -394,8 +413,16 @@ class FederatedProtocol(ABC):
         raise NotImplementedError
 
     def no_sum(self) -> str:
-        """Which of its options a secure sum does not allow, and why; empty if there are none."""
+        """Why a secure sum is not possible with these options or data, besides ``branch_renorm``; empty if it is."""
         return ""
+
+    def no_items(self) -> str:
+        """Why ``privacy.items`` does not cover its local training, with its options; empty if it does.
+
+        It does if each step follows from losses of groups alone (``protocols.parts.item_groups``), which depend on
+        the groups' items and on what the silo was sent.
+        """
+        return "its local training is more than steps along gradients of groups of items"
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:

@@ -49,6 +49,8 @@ class SumLayout:
     changes: Mapping[type[Payload], int] = field(default_factory=dict)
     rows: Mapping[type[Payload], SummedRows] = field(default_factory=dict)  # by their payload; common ones come first
     bit: bool = False  # whether silos add the bit of adaptive clipping
+    # Largest ratio of two silos' own factors, by which they multiply what they add to a section; 1 for other sections.
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -73,6 +75,11 @@ class SumLayout:
     def kinds(self) -> frozenset[type[Payload]]:
         """Payloads of a reply that never leave a silo."""
         return frozenset({Delta, PartialDelta, *self.changes, *self.rows})
+
+    @cached_property
+    def ratios(self) -> tuple[float, ...]:
+        """Largest ratio of two silos' own factors in each section."""
+        return tuple(self.factors.get(name, 1.0) for name in self.sizes)
 
     def row_names(self, kind: type[Payload]) -> list[str]:
         """Names of the rows of a payload."""
@@ -105,7 +112,7 @@ def rows_of(payload: Payload) -> tuple[F32, I64]:
     if isinstance(payload, ModalityPrototypes):
         held = np.array([payload.mask & bit > 0 for bit in (IMAGE, TEXT)], np.int64)
         return np.stack([payload.image, payload.text]), held
-    rows, support, *_ = tensors(payload)
+    *_, rows, support = tensors(payload)
     return rows, support
 
 

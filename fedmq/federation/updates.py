@@ -182,6 +182,9 @@ def read_only(array: npt.NDArray[Any]) -> Tensor:
 
     Its alignment is arbitrary, and a matrix product depends on that of its operands.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only arrays; this one is never written
-        return torch.from_numpy(array)
+    return torch.from_numpy(array)
+
+
+with warnings.catch_warnings():  # changes what all threads of the process filter, so it is done here, once
+    warnings.simplefilter("ignore", UserWarning)
+    read_only(np.frombuffer(bytes(4), np.float32))  # torch warns about read-only arrays only the first time

@@ -32,6 +32,7 @@ from fedmq.launch.preflight import FirstStep, sent_payloads
 from fedmq.launch.preparation import planned
 from fedmq.launch.processes import limits_here, plan_hosting
 from fedmq.launch.rehearsal import Answer, Rehearsal, check_warnings, rehearse, size_of
+from fedmq.launch.supervisor import inline_threads
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import Progress, duration_text, size_text
 from silos.tasks import Silo, SiloArguments
@@ -191,7 +192,8 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         tasks, replies = tasks + out, replies + back
     inline = scenario.launcher == "inline"
     processes = 0 if inline else len(plan_hosting(scenario, limits_here()).hosts) or len(scenario.silo_names)
-    at_once = 1 if inline else max(1, min(scenario.slots, len(os.sched_getaffinity(0))))
+    cores = len(os.sched_getaffinity(0))
+    at_once = inline_threads(scenario, device_of(scenario.device)) if inline else max(1, min(scenario.slots, cores))
     messages = 0.0 if inline else _MESSAGE_SECONDS * replies + _BYTE_SECONDS * (down + up)
     evaluated = sum(scenario.evaluation.due(version, scenario.rounds) for version in range(scenario.rounds + 1))
     evaluations = evaluated * min((each.seconds for each in rehearsal.evaluations), default=0.0)
@@ -200,7 +202,7 @@ def estimate(run: ResolvedRun, population: Population) -> Estimate:
         rounds=(training + messages + evaluations) / at_once + scenario.rounds * rehearsal.merge_seconds,
         down=down,
         up=up,
-        memory=_memory(scenario, population, processes, [task.memory for task in alone.values()]),
+        memory=_memory(scenario, population, processes or at_once, [task.memory for task in alone.values()]),
         processes=processes,
         tasks=round(tasks),
         seconds=training / max(1.0, replies),

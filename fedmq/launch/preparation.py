@@ -29,10 +29,7 @@ from fedmq.text import Progress
 
 
 def prepare_population(run: ResolvedRun, progress: Progress | None) -> Path:
-    """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
-
-    Returns:
-        The folder of the prepared data.
+    """Prepare the run's data in a separate process, as only extraction needs the encoders; returns their folder.
 
     Raises:
         InputError: the data cannot be read, or not partitioned as configured.

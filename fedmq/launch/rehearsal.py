@@ -191,7 +191,9 @@ def _carry_out(
 
     def peers(_: Population) -> PeerFunctions:
         made = inline_peers(run, RunFolder(place), population.prepared.folder, population)
-        return replace(made, answers={each: partial(through, each, made.answers[each]) for each in made.answers})
+        # One at a time, so that each can be timed.
+        answers = {each: partial(through, each, made.answers[each]) for each in made.answers}
+        return replace(made, answers=answers, pool=None)
 
     arguments = CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder)
     run_coordinator(arguments, status=note, stop_wanted=over, peers=peers)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import queue
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from coordinator.faults import ProcessCommand
 from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
@@ -33,7 +37,8 @@ from fedmq.launch.forkserver import private_folder, warm_up
 from fedmq.launch.interrupts import until_stopped
 from fedmq.launch.processes import Limits, ProcessGroup, allow_descriptors, limits_here, plan_hosting, raise_reported
 from fedmq.launch.remote_peer import Cluster, refuse_local_only
-from fedmq.profiling import party, span
+from fedmq.models.two_tower import TwoTower
+from fedmq.profiling import RECORDER, party, span
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.logs import LogOptions
@@ -146,30 +151,45 @@ def simulate(
 
 @span("data")
 def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> PeerFunctions:
-    """The evaluator and every silo of a run as functions; they share one model in turn.
+    """The evaluator and every silo of a run as functions; on CPU cores, as many at a time as the scenario has slots.
 
-    A silo's data are loaded with its first message.
+    Each thread computes as a silo's process does, with one torch thread. Silos share the models, one for each thread,
+    in turn. A silo's data are loaded with its first message.
     """
     scenario = run.scenario
     device = device_of(scenario.device)
-    model = population.build_model(scenario, device, ("image", "text"), initial=False)
+    threads = 1 if RECORDER.on else inline_threads(scenario, device)  # a profile has one party at work at a time
+    models: queue.SimpleQueue[TwoTower] = queue.SimpleQueue()
+    for _ in range(threads):
+        models.put(population.build_model(scenario, device, ("image", "text"), initial=False))
     evaluator, disk_queue = Evaluator(scenario, population, device), DiskQueue()
     answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
 
     silos: dict[str, Silo] = {}
 
     def respond(name: str, message: Message) -> tuple[Payload, ...]:
-        if name not in silos:
-            arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
-            silos[name] = Silo(arguments, population, model, noise=scenario.seed, disk_queue=disk_queue)
-        return silos[name].respond(message)
+        model = models.get()
+        try:
+            if name not in silos:
+                arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
+                silos[name] = Silo(arguments, population, model, noise=scenario.seed, disk_queue=disk_queue)
+            silos[name].lend(model)
+            return silos[name].respond(message)
+        finally:
+            models.put(model)
 
     def committed(tasks: Mapping[str, int]) -> None:
         for name, silo in silos.items():
             silo.store.drop_unwritten(tasks.get(name, 0))
 
     answers |= {name: partial(respond, name) for name in scenario.silo_names}
-    return PeerFunctions(answers, committed, disk_queue.settle)
+    pool = ThreadPoolExecutor(threads, "silos", torch.set_num_threads, (1,)) if threads > 1 else None
+    return PeerFunctions(answers, committed, disk_queue.settle, pool)
+
+
+def inline_threads(scenario: Scenario, device: str) -> int:
+    """Number of silos that compute at a time in a run with ``launcher: inline``; a GPU serves one after the other."""
+    return min(scenario.slots, len(os.sched_getaffinity(0))) if device == "cpu" else 1
 
 
 def simulate_inline(

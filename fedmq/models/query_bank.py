@@ -49,15 +49,12 @@ class Bank:
 
 
 def hubness(z: Tensor, centroids: Tensor, counts: Tensor) -> Tensor:
-    """The soft maximum h(z) of the module's docstring, in [-1, 1].
+    """The soft maximum h(z) of the module's docstring, in [-1, 1]: float32 [B].
 
     Args:
         z: float32 [B, d], unit length.
         centroids: float32 [J, d] of the other modality, unit length.
         counts: float32 [J], at least 1 each.
-
-    Returns:
-        float32 [B].
     """
     weights = (counts / counts.sum()).log()
     return TEMPERATURE * (z @ centroids.T / TEMPERATURE + weights).logsumexp(1)

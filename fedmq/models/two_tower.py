@@ -67,12 +67,7 @@ class Linear(nn.Linear):
 
 
 class Adapter(nn.Module):
-    """Bottleneck adapter: x + up(gelu(down(x))) (RCSR).
-
-    Args:
-        width: size of the last dimension of x.
-        bottleneck: width of the bottleneck.
-    """
+    """Bottleneck adapter: x + up(gelu(down(x))) (RCSR)."""
 
     def __init__(self, width: int, bottleneck: int) -> None:
         super().__init__()
@@ -91,13 +86,7 @@ def through_shared(x: Tensor, down: Layer, shared: Layer, up: Layer, scale: floa
 
 
 class SharedAdapters(nn.Module):
-    """Middle layers of multi-modal adapters, one per site, shared by both towers (pFedMMA).
-
-    Args:
-        sites: number of adapters per tower.
-        bottleneck: width of the layers.
-        scale: scale of every adapter's update.
-    """
+    """Middle layers of multi-modal adapters, one per site, shared by both towers (pFedMMA)."""
 
     def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
         super().__init__()
@@ -326,10 +315,6 @@ class TwoTower(nn.Module):
     def outputs(self, modality: Modality, x: Tensor) -> Out:
         """All outputs of one tower for a batch.
 
-        Args:
-            modality: the tower to use.
-            x: images or captions, as in :meth:`image` and :meth:`caption`.
-
         Raises:
             RuntimeError: the model was built without the frozen weights of this tower.
         """
@@ -357,13 +342,10 @@ class TwoTower(nn.Module):
         return code if self.bank is None else self.bank.images(code)
 
     def caption(self, x: Tensor) -> Tensor:
-        """Embed captions.
+        """Embed captions: float32 [B, d], as :meth:`image`.
 
         Args:
             x: float32 features [B, d_t]; with adapters in the blocks int32 token ids [B, 77].
-
-        Returns:
-            float32 [B, d], as :meth:`image`.
 
         Raises:
             RuntimeError: the model was built without the frozen weights of the text tower.
@@ -455,13 +437,7 @@ def shared_adapters(backbone: Backbone, sites: int) -> SharedAdapters | None:
 
 
 def adapters_of(backbone: Backbone, widths: Sequence[int], shared: SharedAdapters | None) -> Iterator[nn.Module]:
-    """One tower's adapters.
-
-    Args:
-        backbone: kind and size of the adapters.
-        widths: feature width at each adapter site, in order.
-        shared: middle layers of multi-modal adapters.
-    """
+    """One tower's adapters."""
     low_rank = LowRankAttention if backbone.adapter_site == "blocks" else LowRank
     for i, width in enumerate(widths):
         if shared is not None:

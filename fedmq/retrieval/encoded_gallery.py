@@ -89,10 +89,6 @@ def write_items(path: Path, items: Iterable[tuple[str, list[str]]]) -> None:
 class Items:
     """``items.jsonl`` of a gallery; only the lines that are asked for are decoded.
 
-    Args:
-        path: its file.
-        count: number of items in the gallery.
-
     Raises:
         InputError: the file is missing, or has another number of lines.
     """

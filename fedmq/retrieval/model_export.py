@@ -58,18 +58,11 @@ class OnnxFile:
 
 
 def export_onnx(files: ModelFolder, folder: Path) -> tuple[OnnxFile, ...]:
-    """Write ``image.onnx`` and ``text.onnx``, and compare them with the model in onnxruntime.
+    """Write ``image.onnx`` and ``text.onnx``, and compare them with the model in onnxruntime; returns the two files.
 
     A tower's input ``x`` is what the frozen encoder gives, float32 [batch, d]; with adapters in the blocks it is uint8
     pixels [batch, 3, S, S] or int32 tokens [batch, 77], and the file includes the frozen encoder. The output
     ``embedding`` is float32 [batch, dim] of unit length; of a hash network it is ``code``, whose signs are the bits.
-
-    Args:
-        files: the released model, on the CPU.
-        folder: folder to create.
-
-    Returns:
-        The two files.
 
     Raises:
         InputError: the folder exists, the model cannot stand alone or has a layer that ONNX lacks, or a package is
@@ -233,10 +226,6 @@ def export_hub(files: ModelFolder, folder: Path) -> tuple[str, ...]:
 
     It holds the model card, the weights and the configuration, and nothing else: no gallery, and no path of this
     machine's weights. The parameters are checked against their digests.
-
-    Args:
-        files: the released model.
-        folder: folder to create.
 
     Returns:
         Names of its files.

@@ -140,13 +140,7 @@ def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) ->
 
 
 class OtherModelError(InputError):
-    """The released files do not match the digests that the run recorded.
-
-    Args:
-        found: digest (hex) of its content.
-        expected: digest (hex) that the run recorded.
-        what: the content: a model, a memory, ...
-    """
+    """The released files do not match the digests that the run recorded."""
 
     def __init__(self, place: Path, found: str, expected: str, what: str = "a model") -> None:
         super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {expected}")

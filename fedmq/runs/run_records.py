@@ -207,9 +207,12 @@ class BestVersion(Stored):
 
 
 class PrivacySpent(Stored):
-    """The (epsilon, delta) that a run's noise guarantees each silo, from its number of tasks; audits count replies."""
+    """The (epsilon, delta) that a run's noise guarantees each silo, or each training item, from numbers of tasks.
 
-    epsilon: Amount  # of all payloads with noise of the silo with most tasks; says nothing about other payloads
+    Audits count replies.
+    """
+
+    epsilon: Amount  # largest over silos, of all payloads with noise; says nothing about other payloads
     delta: Amount  # that of privacy.budget, otherwise 1e-5
     tasks: Count  # of that silo
     without_noise: list[str]  # payload kinds in replies to which no noise is added
@@ -269,7 +272,8 @@ class RunSummary(Stored):
     best: BestVersion | None = None
     # Key of the scenario that ended the run before its last round: ``evaluation.patience`` or ``privacy.budget``.
     ended_by: str | None = None
-    privacy: PrivacySpent | None = None  # None without noise
+    privacy: PrivacySpent | None = None  # of silos; None without noise on what they send
+    item_privacy: PrivacySpent | None = None  # of single training items; None without noise in local steps
     # Items on which the evaluator's metrics are computed; None without an evaluator.
     evaluated: EvaluatedItems | None = None
     # Versions that the evaluator was to evaluate, and did not answer within the limit.

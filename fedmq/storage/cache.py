@@ -193,10 +193,6 @@ def file_digests(paths: Sequence[Path], on_progress: Callable[[int], None] = lam
 
     A file is read again only if its absolute path, inode, size or a time of change differs from when it was read.
 
-    Args:
-        paths: the files.
-        on_progress: receives the number of files that are done.
-
     Raises:
         InputError: a file cannot be read, or it changed while it was read.
     """

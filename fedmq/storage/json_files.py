@@ -60,11 +60,6 @@ Record = TypeVar("Record", bound=BaseModel)
 def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
     """Read a file with one JSON object.
 
-    Args:
-        path: the file.
-        schema: type of the object.
-        allowed: what the file should be, for the error.
-
     Raises:
         InputError: the file cannot be read, is not JSON, or does not match the schema; names the first invalid key.
     """
@@ -92,12 +87,6 @@ def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Recor
 
 def checked_json(place: str, text: bytes, schema: type[Record], allowed: str) -> Record:
     """A JSON object from its text.
-
-    Args:
-        place: where it was found, for the error.
-        text: UTF-8.
-        schema: type of the object.
-        allowed: what it should be, for the error.
 
     Raises:
         InputError: it is not JSON, or does not match the schema; names the first invalid key.
@@ -134,13 +123,7 @@ class Problem:
 
 
 def refusal(place: str, error: ValidationError, allowed: str) -> InputError:
-    """The error of one line for a record that does not fit its schema; names its first wrong key.
-
-    Args:
-        place: name or origin of the record.
-        error: what pydantic found.
-        allowed: what the record should be.
-    """
+    """The error of one line for a record that does not fit its schema; names its first wrong key."""
     problem = Problem.of(error.errors(include_url=False)[0])
     key = _short(".".join(map(str, problem.location)))
     return InputError(f"{place}: {key}" if key else place, _short(problem.value), f"{allowed} ({problem.allowed})")

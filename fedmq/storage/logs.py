@@ -206,16 +206,7 @@ class ErrorFile:
         self._printed: set[str] = set()
 
     def add(self, error: Exception, name: str, what: str) -> str:
-        """Append the traceback of an error that was caught; it is printed if that fails.
-
-        Args:
-            error: the error.
-            name: name of the process.
-            what: what failed, e.g. the task.
-
-        Returns:
-            The file; empty if it could not be written.
-        """
+        """Append the traceback of an error that was caught, or print it; returns the file, empty if that failed."""
         trace = "".join(traceback.format_exception(error)).rstrip()
         wall = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         written = self._append(f"{wall} {name}: {what}\n{trace}\n\n")

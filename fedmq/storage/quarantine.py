@@ -330,12 +330,7 @@ _notes: int | None = None  # in a child, file descriptor of what it is reading; 
 
 
 def note(place: str, allowed: str) -> None:
-    """Say what is read next, for the error if this process is a child and does not survive it.
-
-    Args:
-        place: what is read.
-        allowed: what it should be.
-    """
+    """Say what is read next, for the error if this process is a child and does not survive it."""
     if _notes is not None:
         os.pwrite(_notes, json.dumps([place, allowed]).encode() + b"\n", 0)
 

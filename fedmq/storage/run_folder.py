@@ -141,9 +141,6 @@ def open_run(root: Path) -> RunFolder:
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError within the block, which creates or writes a file or folder, into an error that names it.
 
-    Args:
-        path: the file or folder, as the user knows it.
-
     Raises:
         InputError: the path cannot be written.
         DiskError: another error, e.g. a full disk.

@@ -76,13 +76,7 @@ class Form:
 
 
 def encoded(form: str, values: F32, settings: Settings) -> F32:
-    """The values float32 [n] in a form; unchanged if one is not finite, which no form can express.
-
-    Args:
-        form: a key of :data:`FORMS`.
-        values: float32 [n].
-        settings: what the form needs.
-    """
+    """The values float32 [n] in a form; unchanged if one is not finite, which no form can express."""
     if not values.size or not all_finite(values):
         return values
     return decoded(form, FORMS[form].encode(values, settings), values.size)

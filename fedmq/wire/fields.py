@@ -36,7 +36,7 @@ U64 = (1 << 64) - 1
 I63 = (1 << 63) - 1
 
 #: Elements checked at a time: the flags of a block fit into the CPU cache, and the first bad block ends the search.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 17
 
 
 class FieldError(LocalWireError):
@@ -94,6 +94,13 @@ class Tensor:
     bulk: bool = False  # a model or an update, whose finiteness is checked by decode only
     low: int | None = None  # smallest value of an integer tensor
     least: int = 1  # smallest size of each symbolic dimension
+
+    @staticmethod
+    def largest(array: npt.NDArray[Any]) -> float:
+        """Largest magnitude of an array's numbers, block by block in the cache; NaN or infinite if one is."""
+        flat = array.reshape(-1)
+        blocks = (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
+        return float(np.max([(-block.min(), block.max()) for block in blocks], initial=0.0))
 
     def check(self, place: str, value: object, dims: dict[str, int]) -> None:
         """Check dtype, shape, contiguity, ``low`` and, unless bulk, finiteness."""

@@ -46,7 +46,7 @@ def ask_status(
     patience: float = ANSWER_SECONDS,
     report: Callable[[str], Error | None] = lambda _: None,
 ) -> str:
-    """Ask a coordinator for the status of its run.
+    """Ask a coordinator for the ``status.json`` of its run.
 
     Args:
         uri: URI at which it listens.
@@ -54,9 +54,6 @@ def ask_status(
         accepted: accepted public keys, with that of the coordinator.
         patience: time to wait for the answer [s].
         report: given the answer, what to tell the coordinator in return, if anything.
-
-    Returns:
-        The content of its ``status.json``.
 
     Raises:
         InputError: the coordinator does not accept the key, or the process that listens there does not have the

@@ -95,16 +95,13 @@ class Acceptance(Enum):
 def new_request(
     directory: Path, name: str, passphrase: bytes | None = None, *, replace: bool = False
 ) -> tuple[Path, KeyRequest]:
-    """Create a private key and the request to accept it, ``NAME.request``.
+    """Create a private key and the request to accept it, ``NAME.request``; returns that file and its content.
 
     Args:
         directory: folder of keys; created if missing.
         name: name of the process.
         passphrase: encrypts the private key.
         replace: replaces the present key, which signs the request.
-
-    Returns:
-        The request file, and its content.
 
     Raises:
         InputError: the name is not allowed, has a key (or none to replace), or the folder cannot be written.
@@ -163,12 +160,6 @@ _ROSTER = "a roster made by `fedmq keys roster`"
 def make_roster(file: Path, directory: Path, signer: str, requests: Sequence[Path]) -> KeyRoster:
     """Write a roster of requests and of the signer's own one.
 
-    Args:
-        file: to be written.
-        directory: folder with the signer's private key and request.
-        signer: name of the process that makes it.
-        requests: of the other processes.
-
     Raises:
         InputError: a request is invalid, or two are of the same name.
     """
@@ -189,10 +180,6 @@ def make_roster(file: Path, directory: Path, signer: str, requests: Sequence[Pat
 
 def read_roster(path: Path, directory: Path) -> KeyRoster:
     """Read a roster, and verify its signatures and that it lists this folder's own keys.
-
-    Args:
-        path: the file.
-        directory: folder of keys of the site that reads it.
 
     Raises:
         InputError: it is not a roster, a signature is wrong, or it lists another key, or none, for a process of the
@@ -234,11 +221,6 @@ def is_roster(path: Path) -> bool:
 
 def acceptance_of(directory: Path, path: Path, request: KeyRequest) -> Acceptance:
     """What accepting a request would do; nothing is changed.
-
-    Args:
-        directory: folder of keys.
-        path: path of the request, for errors.
-        request: verified by :func:`read_request`.
 
     Raises:
         InputError: another key is accepted for that name and has not signed the request.

@@ -56,11 +56,7 @@ def peer_rate_limits(most: int, per_second: float = 1.0) -> defaultdict[Hashable
 
 
 class BoundedDict(dict[K, V]):
-    """A dict that forgets its oldest entries; a key that is set again keeps its place.
-
-    Args:
-        most: maximum number of entries.
-    """
+    """A dict that forgets its oldest entries; a key that is set again keeps its place."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

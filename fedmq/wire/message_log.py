@@ -147,13 +147,7 @@ class MessageLog:
         return None if self._signer is None else bytes.fromhex(self.head)
 
     def start(self, identity: Identity, accepted: Mapping[str, Ed25519PublicKey], facts: StartFacts) -> None:
-        """Record what this process declares at its start; from here on it signs its log.
-
-        Args:
-            identity: its name and key.
-            accepted: public keys that it accepts, by name.
-            facts: facts of the run.
-        """
+        """Record what this process declares at its start; from here on it signs its log."""
         # All others exchange messages with the coordinator alone; a thousand silos need not list a thousand keys each.
         peers = sorted(accepted) if self.process == COORDINATOR else [COORDINATOR]
         self._append(
@@ -269,15 +263,12 @@ class MessageLog:
         return self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
 
     def note(self, event: LogEvent, /, *, caused_by: int | None = None, **facts: Fact) -> int:
-        """Record something other than a message, e.g. a start, a resume, a lost silo, a stop.
+        """Record something other than a message, e.g. a start, a lost silo, a stop; returns the number of the record.
 
         Args:
             event: what happened.
             caused_by: number of the record of this log that led to it; None if there is none.
             facts: further fields.
-
-        Returns:
-            The number of the record.
         """
         encodable = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
         return self._append(NoteRecord, action="note", event=event, **_given(caused_by=caused_by), **encodable)

@@ -38,8 +38,7 @@ from fedmq.wire.fields import (
 )
 from fedmq.wire.layout import MAX_ENTRIES
 
-IMAGE = 1
-TEXT = 2
+IMAGE, TEXT = 1, 2
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I64: TypeAlias = npt.NDArray[np.int64]
@@ -66,7 +65,7 @@ class Payload:
     def largest(self) -> float:
         """Largest magnitude in a model or an update, found once; NaN or infinite if a value is; 0 in other payloads."""
         bulk = [getattr(self, name) for name, spec in self.FIELDS.items() if isinstance(spec, Tensor) and spec.bulk]
-        return float(np.max([(-array.min(initial=0), array.max(initial=0)) for array in bulk], initial=0.0))
+        return float(np.max([Tensor.largest(array) for array in bulk], initial=0.0))
 
 
 PayloadT = TypeVar("PayloadT", bound=Payload)
@@ -188,6 +187,16 @@ class RouterStatistics(Payload):
     """The silo's weight from RCSR's router at its last participation, in [0, 1]."""
 
     weight: Annotated[float, Real(0.0, 1.0)]
+
+
+@payload("router_sums")
+@dataclass(frozen=True, eq=False)
+class RouterSums(Payload):
+    """What RCSR's router needs if silos weigh themselves; a silo's part of the sums never leaves it in clear."""
+
+    values: Annotated[F32, Tensor(("float32",), ("n",))]  # the router's parameters; from a silo: its loss's gradient
+    rows: Annotated[F32, Tensor(("float32",), ("C", "r"))]  # what the last merge added up; from a silo: what it adds
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]  # 1 of a row that there is, 0 of others
 
 
 @payload("clip_norm")

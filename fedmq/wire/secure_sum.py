@@ -46,6 +46,7 @@ from fedmq.wire.payloads import (
     PartialDelta,
     Refusal,
     Representations,
+    RouterSums,
     SumKeys,
     SumWeights,
     Survivors,
@@ -61,7 +62,8 @@ _KEY_BYTES, _NONCE_BYTES = 32, 12
 STEPS = float(1 << 30)
 #: Kinds of payloads that hold an update or class rows of a silo: in a run with secure sums they never leave it.
 IN_CLEAR = frozenset(
-    kind.KIND for kind in (Delta, PartialDelta, DiscriminatorDelta, ClassPrototypes, Memory, Representations)
+    kind.KIND
+    for kind in (Delta, PartialDelta, DiscriminatorDelta, ClassPrototypes, Memory, Representations, RouterSums)
 )
 #: Numbers masked at a time, so that they stay in the processor's cache.
 _BLOCK = 1 << 15
@@ -126,12 +128,20 @@ def needed(silos: int, threshold: float) -> int:
     return min(silos, math.floor(threshold * silos + 1e-9) + 1)
 
 
-def singles_out(weights: F64, options: SecureAggregation) -> str | None:
-    """Why a branch's weights [N] would show too much of one silo's update; None if they do not, or are all 0."""
+def singles_out(weights: F64, options: SecureAggregation, ratio: float = 1.0) -> str | None:
+    """Why a branch's weights [N] would show too much of one silo's update; None if they do not, or are all 0.
+
+    Args:
+        weights: of the silos, at least 0.
+        options: the limits.
+        ratio: largest ratio of two silos' own factors, by which they multiply what they add; the worst case counts.
+    """
     if not (total := float(weights.sum())):
         return None
-    relative = weights / total
-    largest, effective = float(relative.max()), 1.0 / float((relative**2).sum())
+    relative = np.sort(weights)[::-1] / total
+    # The first silos have the factor `ratio`, the others 1; one more silo in each entry.
+    sums, squares = 1 + (ratio - 1) * np.cumsum(relative), (relative**2).sum() + (ratio**2 - 1) * np.cumsum(relative**2)
+    largest, effective = ratio * float(relative[0] / sums[0]), float((sums**2 / squares).min())
     if largest > options.max_weight + 1e-9:
         return f"a largest weight of {largest:.3f}, allowed: at most {options.max_weight:g} (max_weight)"
     if effective < options.min_contributors - 1e-9:
@@ -438,11 +448,24 @@ def check_weights(weights: SumWeights, keys: SumKeys, name: str, sections: Seque
 
 
 def check_policy(
-    weights: SumWeights, options: SecureAggregation, least: int, first_row: int, left: Survivors | None = None
+    weights: SumWeights,
+    options: SecureAggregation,
+    least: int,
+    first_row: int,
+    ratios: Sequence[float],
+    left: Survivors | None = None,
 ) -> None:
     """Check that a sum, or what is left of it after silos dropped out, shows no single silo's update.
 
     Rows need no check after dropouts: the sum of a row has all of its silos, or is not known.
+
+    Args:
+        weights: of the sum.
+        options: the limits.
+        least: number of silos that the sum needs.
+        first_row: index of the first section that is a row.
+        ratios: largest ratio of two silos' own factors in each section, see :func:`singles_out`.
+        left: the silos that did not drop out; None before the masked updates.
 
     Raises:
         RemoteWireError: it has too few silos, or weights that single one out.
@@ -454,6 +477,6 @@ def check_policy(
         raise refused(f"a sum of {len(silos)} silos, allowed: at least {least} of this round's")
     kept = np.isin(weights.silos, silos)
     checked = len(weights.branches) if left is None else first_row
-    for branch, row in zip(weights.branches[:checked], weights.weights[:checked], strict=True):
-        if (wrong := singles_out(row * kept, options)) is not None:
+    for branch, row, ratio in zip(weights.branches[:checked], weights.weights, ratios, strict=False):
+        if (wrong := singles_out(row * kept, options, ratio)) is not None:
             raise refused(f"a sum of {branch} with {wrong}")

@@ -84,13 +84,9 @@ def batch_loss(sums: Tensor, batch: int, size: int, options: Options, scale: flo
 
 @dataclass
 class Dcmh(alternating.Alternating):
-    """DCMH in one task: an image pass, a text pass and new common codes in each epoch.
+    """DCMH in one task: an image pass, a text pass and new common codes in each epoch."""
 
-    Args:
-        labels: float32 [n, L], multi-hot.
-    """
-
-    labels: Tensor
+    labels: Tensor  # float32 [n, L], multi-hot
 
     def loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         """Loss of a batch; the batch's outputs enter the buffer."""

@@ -73,16 +73,11 @@ class Graph:
 
     A batch needs memory for [B, n]; the n x n matrix is never stored. Rows are recomputed for every batch, which is
     cheap compared with the networks. Products of features are normalised, which avoids a normalised copy of them.
-
-    Args:
-        image: [n, d_i] features of any length.
-        text: [n, d_t] features of any length.
-        options: weights and shares.
     """
 
-    image: Tensor
-    text: Tensor
-    options: Options = Options()
+    image: Tensor  # [n, d_i] features of any length
+    text: Tensor  # [n, d_t] features of any length
+    options: Options = Options()  # weights and shares
 
     @cached_property
     def scale(self) -> int:
@@ -238,19 +233,12 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
 
 @dataclass(frozen=True)
 class Dgcpn(training.Work):
-    """DGCPN in one task: a step on the relaxed codes, then one on each modality against the other's binary codes.
-
-    Args:
-        options: options of DGCPN.
-        local: the silo.
-        batch_size: the scenario's batch size.
-        graph: over the silo's features; None if S is computed from codes.
-    """
+    """DGCPN in one task: a step on the relaxed codes, then one on each modality against the other's binary codes."""
 
     options: Options
     local: Local
     batch_size: int
-    graph: Graph | None
+    graph: Graph | None  # over the silo's features; None if S is computed from codes
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """Two steps per batch at a paired silo, one at others; a method's extra terms enter the first."""

@@ -70,17 +70,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of labels.
-
-    Args:
-        weight: weight of its loss.
-        labels: float32 [n, C].
-        codes: class codes Y [C, r] in {-1, 1}.
-    """
+    """One level of labels."""
 
     weight: float
-    labels: Tensor
-    codes: Tensor
+    labels: Tensor  # float32 [n, C]
+    codes: Tensor  # class codes Y [C, r] in {-1, 1}
 
 
 def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: float) -> Tensor:
@@ -131,13 +125,9 @@ def swept_codes(
 
 @dataclass
 class Shdch(alternating.Alternating):
-    """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch.
+    """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch."""
 
-    Args:
-        levels: the coarse level, if there is one, and the fine one.
-    """
-
-    levels: list[Level]
+    levels: list[Level]  # the coarse level, if there is one, and the fine one
 
     def loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         """Loss of a batch; the batch's outputs enter the buffer."""

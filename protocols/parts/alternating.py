@@ -48,21 +48,13 @@ def output(out: Out, which: Which) -> Tensor:
 
 @dataclass
 class Alternating(training.Work):
-    """A base loss that trains one tower at a time against buffers of both towers' outputs.
+    """A base loss that trains one tower at a time against buffers of both towers' outputs."""
 
-    Args:
-        options: options of the base loss.
-        local: the silo.
-        batch_size: the scenario's batch size.
-        scale: factor of the loss.
-        buffers: [n, r] of each modality the silo has.
-    """
-
-    options: Any
+    options: Any  # options of the base loss
     local: Local
     batch_size: int
     scale: float
-    buffers: dict[Modality, Tensor]
+    buffers: dict[Modality, Tensor]  # [n, r] of each modality the silo has
     codes: Tensor = field(init=False)  # common codes B [n, r]
 
     def __post_init__(self) -> None:

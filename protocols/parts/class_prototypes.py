@@ -41,14 +41,11 @@ MOST_SAMPLES = (1 << 31) - 1
 
 
 def class_means(features: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """A silo's prototypes: the mean feature of each class (FedProto eq 3).
+    """Means [C, d] of each class (FedProto eq 3), zero without a sample, and their counts int64 [C].
 
     Args:
         features: [n, d].
         members: 0/1 [n, C]; a sample with several labels counts in each of its classes.
-
-    Returns:
-        Means [C, d], zero where a class has no sample, and counts int64 [C].
     """
     counts = members.sum(0)
     means = members.to(features.dtype).T @ features / counts.clamp(min=1)[:, None].to(features.dtype)
@@ -73,19 +70,12 @@ def global_means(prototypes: Tensor, counts: Tensor, *, weighted: bool) -> tuple
 
 @dataclass(frozen=True)
 class Shared:
-    """Global prototypes at a silo, on the model's device.
+    """Global prototypes at a silo, on the model's device."""
 
-    Args:
-        image: float32 [C, d].
-        text: float32 [C, d].
-        image_valid: bool [C].
-        text_valid: bool [C].
-    """
-
-    image: Tensor
-    text: Tensor
-    image_valid: Tensor
-    text_valid: Tensor
+    image: Tensor  # float32 [C, d]
+    text: Tensor  # float32 [C, d]
+    image_valid: Tensor  # bool [C]
+    text_valid: Tensor  # bool [C]
 
 
 def payload(prototypes: Tensor, counts: Tensor, modality: str = "both") -> ClassPrototypes:

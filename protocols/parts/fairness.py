@@ -154,7 +154,7 @@ def stepped(
     center: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], float]:
-    """Both lines of RCSR eq 10 for one merge.
+    """Both lines of RCSR eq 10 for one merge: the tensors after it, and the value of eq 10.
 
     Args:
         tensors: from :func:`initial` or an earlier merge.
@@ -167,9 +167,6 @@ def stepped(
         rule: see :func:`updated_log_q`; ``code`` uses raw losses, ``paper`` uncapped normalised losses.
         center: use the normalised loss minus 1 as the gradient.
         known: see :func:`normalised_losses`.
-
-    Returns:
-        The tensors after the merge, and the value of eq 10.
     """
     before = tensors["fair_running"], tensors["fair_seen"]
     normalised, running, seen = normalised_losses(losses, groups, *before, kept, known=known, capped=rule != "paper")

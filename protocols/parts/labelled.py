@@ -34,17 +34,11 @@ def pairs_of(image: Tensor | None, text: Tensor | None) -> list[tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class Samples:
-    """A batch's codes with their labels, images before texts.
+    """A batch's codes with their labels, images before texts."""
 
-    Args:
-        codes: [m B, r] for the silo's m modalities.
-        labels: float [m B, C], multi-hot.
-        logits: [m B, C] of the network's classifier; None if it has none.
-    """
-
-    codes: Tensor
-    labels: Tensor
-    logits: Tensor | None
+    codes: Tensor  # [m B, r] for the silo's m modalities
+    labels: Tensor  # float [m B, C], multi-hot
+    logits: Tensor | None  # [m B, C] of the network's classifier; None if it has none
 
 
 def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:

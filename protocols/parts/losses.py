@@ -18,6 +18,8 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import Context
 
 EPSILON = 1e-12
+#: Global prototypes [d] of image and text; None of one that is not valid.
+Shared = tuple[Tensor | None, Tensor | None]
 
 
 def unit(x: Tensor) -> Tensor:
@@ -105,6 +107,50 @@ def proximal_gradient(drift: Tensor, lambda_s: float) -> Tensor:
 def local_prototype(z: Tensor) -> Tensor:
     """Unit-length mean of embeddings [n, d] -> [d] (RCSR eq 6)."""
     return unit(z.mean(0))
+
+
+def rcsr_loss(
+    image: Tensor | None,
+    text: Tensor | None,
+    *,
+    shared: Shared,
+    tau: float,
+    lambda_anc: float,
+    lambda_a: float,
+    anchored: bool,
+    aligned: bool,
+    centroids: Tensor | None = None,
+) -> Tensor:
+    """Eq 5 without its proximal term: InfoNCE or anchoring, plus the prototype regulariser, for one batch.
+
+    Args:
+        image: [B, d] embeddings; None if the silo has no images.
+        text: [B, d] likewise.
+        shared: global prototypes.
+        tau: temperature.
+        lambda_anc: weight of the anchoring loss.
+        lambda_a: weight of the regulariser.
+        anchored: whether a single-modality silo is anchored.
+        aligned: whether to add the regulariser; its local prototype is the batch's (our choice).
+        centroids: [J, d] to anchor samples to; None uses the prototype of the missing modality.
+    """
+    terms: list[Tensor] = []
+    if image is not None and text is not None:
+        terms.append(info_nce(image, text, tau))
+    elif anchored:
+        held, missing = (image, shared[1]) if image is not None else (text, shared[0])
+        if held is not None and centroids is not None:
+            terms.append(lambda_anc * nearest_anchor(held, centroids))
+        elif held is not None and missing is not None:
+            terms.append(lambda_anc * anchor(held, missing))
+    if aligned:
+        pairs = [
+            (local_prototype(z), target)
+            for z, target in zip((image, text), shared, strict=True)
+            if z is not None and target is not None
+        ]
+        terms.append(prototype_regulariser(pairs, lambda_a))
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
 @dataclass(frozen=True)

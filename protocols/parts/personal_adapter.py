@@ -109,7 +109,7 @@ def tuned_or_kept(
 def fine_tuned(
     local: Local, context: Context, task: Task, options: AdapterOptions, strength_: float, parts: Parts
 ) -> Tensor:
-    """Fine-tune the silo's adapter on its samples with the shared model frozen.
+    """Fine-tune the silo's adapter, float32 [2, h, d], on its samples with the shared model frozen.
 
     Captions are drawn again in each epoch.
 
@@ -121,9 +121,6 @@ def fine_tuned(
         strength_: s_k.
         parts: the silo's dataset, and its items that lack a modality, each with the loss of a batch's personalised
             embeddings.
-
-    Returns:
-        float32 [2, h, d].
     """
     old = local.state.get(STATE)
     seed = torch_generator(context.seed, "personal", local.silo.name)

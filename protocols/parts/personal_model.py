@@ -103,16 +103,11 @@ class Reference:
     Neither the parameters nor the silo's items change within a task. So a modality's outputs are computed once and
     cached if that is less work than computing them per batch (more epochs than captions per item; for images, more than
     one epoch) and they fit in :data:`KEPT` inputs.
-
-    Args:
-        local: the silo.
-        theta: float32 [P], the other parameters.
-        epochs: passes over the silo's items in a task.
     """
 
     local: Local
-    theta: Tensor
-    epochs: int
+    theta: Tensor  # float32 [P], the other parameters
+    epochs: int  # passes over the silo's items in a task
 
     def __call__(self, step: training.Step) -> training.Outs:
         """Image and text outputs of a step's batch; None for a tower that the step does not run or the silo lacks."""
@@ -168,15 +163,10 @@ def _picked(out: Out, rows: Tensor, tower: nn.Module) -> Out:
 
 @dataclass(frozen=True)
 class References:
-    """A model's codes for all items of a silo, computed once per task, before training.
+    """A model's codes for all items of a silo, computed once per task, before training."""
 
-    Args:
-        image: [n, r]; None without images.
-        text: codes of all captions; None without texts.
-    """
-
-    image: Tensor | None
-    text: CaptionRows | None
+    image: Tensor | None  # [n, r]; None without images
+    text: CaptionRows | None  # codes of all captions; None without texts
 
     @classmethod
     def by(cls, local: Local) -> References:
@@ -361,10 +351,6 @@ class PartialFedAvg(FederatedProtocol):
     @override
     def sum_layout(self) -> SumLayout:
         return self.fedavg.anchoring.sum_layout(SumLayout(self.context.layout, self.shared, self.branches))
-
-    @override
-    def no_sum(self) -> str:
-        return self.fedavg.no_sum()
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""

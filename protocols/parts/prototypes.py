@@ -47,7 +47,7 @@ def initial(dim: int) -> dict[str, Tensor]:
 
 def download(tensors: Mapping[str, Tensor]) -> ModalityPrototypes:
     """Download payload of the global prototypes; its mask marks the valid ones."""
-    image, text = (bool(flag) for flag in tensors[VALID])
+    image, text = tensors[VALID].tolist()
     rows = tensors[PROTOTYPES].numpy()
     return ModalityPrototypes(image=rows[0].copy(), text=rows[1].copy(), mask=mask_bits(image, text))
 

@@ -32,6 +32,22 @@ _PUBLISHED: Mapping[str, object] = {
     "branch_renorm": False,
     "backbone.head": "mlp",
 }
+#: Options ``router_*`` that have an effect only with a router.
+_OF_ROUTER = ("softplus", "rate", "warmup_rate", "losses", "mask", "over")
+#: Options with ``router_at: silos``: others need single silos' values at the coordinator, or add known fillers to sums.
+_AT_SILOS: Mapping[str, tuple[object, ...]] = {
+    "router": (True,),
+    "anchor": (True, False),
+    "filler": ("ema", "zero"),
+    "masked_ema": (True,),
+    "masked_pc": (True,),
+    "router_softplus": (False,),
+    "router_mask": ("input",),
+    "router_over": (None, "reporters"),
+    "fair_update": ("entropic", "paper"),
+    "branch_renorm": (True,),
+    "personal": ("none", "fixed"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,10 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
             weights when a merge has few replies. A single reply has weight 1 either way, with or without ``minimax``:
             in ``async`` mode ``minimax`` affects no model, and this option only personal models (eq 13). Default:
             ``table`` if merges have fewer replies than a round, else ``reporters``.
+        router_at: where the router runs: at the ``coordinator``, which sees each silo's statistics, or at the
+            ``silos``, each of which finds its own weight by the sums of the last merge, so that all that it sends can
+            be added up by ``privacy.secure_aggregation`` (``protocols/parts/silo_router.py``; not in the paper).
+        router_ratio: with ``router_at: silos``, largest ratio of two silos' weights; each silo keeps to it.
         fair_eta: step size of q; like all ``fair_*`` options, only with ``minimax``.
         fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` the entropy pulls only
             the reporters' q, and pulls frequent reporters beyond equal weights: with 30 silos of equal losses, 5 silos
@@ -108,7 +128,9 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "client_align": ("lambda_a",),
         "router=true|anchor=multi": ("warmup",),
         "router=true|masked_ema=false": ("filler",),
-        "router=true": ("beta?", "router_*", "masked_?c", "eq9_half"),
+        "router_at=silos": ("router_ratio",),
+        # Not router_at and router_ratio: without the router, ``router_at: silos`` is refused.
+        "router=true": ("beta?", *(f"router_{name}" for name in _OF_ROUTER), "masked_?c", "eq9_half"),
         "minimax": ("fair_*",),
         "fair_update=entropic|fair_update=code": ("fair_tau",),
         "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),
@@ -168,6 +190,8 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     router_losses: Literal["raw", "normalised"] = "raw"
     router_mask: Literal["input", "none"] = "input"
     router_over: Literal["reporters", "table"] | None = None
+    router_at: Literal["coordinator", "silos"] = "coordinator"
+    router_ratio: Annotated[float, Field(ge=1, le=1e6)] = 4.0
     fair_eta: NonNegative = 0.1
     fair_tau: NonNegative = 0.1
     fair_ema: Fraction = 0.9
@@ -181,6 +205,9 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     def __post_init__(self) -> None:
         if self.fair_update == "entropic" and self.fair_eta * self.fair_tau > 1:
             raise OptionError("fair_eta times fair_tau", self.fair_eta * self.fair_tau, "at least 0 and at most 1")
+        for name, allowed in _AT_SILOS.items() if self.router_at == "silos" else ():
+            if (found := getattr(self, name)) not in allowed:
+                raise OptionError(name, found, f"{' or '.join(map(str, allowed))} with router_at silos")
 
 
 WIDTH = 128

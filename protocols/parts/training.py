@@ -20,6 +20,7 @@ from fedmq.data.labels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import DivergedError, InputError
+from fedmq.federation.noise import step_sampling
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.federation.updates import read_only
 from fedmq.models.hash_networks import towers_with
@@ -97,6 +98,8 @@ def steps_per_task(scenario: Scenario, items: int) -> int:
 
     A base loss that trains its towers one after the other takes as many steps for each of them.
     """
+    if scenario.privacy.items is not None:
+        return step_sampling(scenario.training, items)[1]
     least = 2 if OBJECTIVES.find(scenario.objective.base).contrasts else 1
     return scenario.training.local_epochs * batch_count(items, scenario.training.batch_size, least)
 
@@ -174,6 +177,8 @@ class Step:
         trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
         main: whether the method's extra terms are added; true for one step per batch.
         items: the dataset that ``rows`` and ``caption`` index; None for the silo's.
+        backward: computes the step's loss with a method's extra terms, and the gradient that the model then has; None
+            for :func:`backward`.
     """
 
     rows: I64
@@ -183,6 +188,7 @@ class Step:
     trains: tuple[str, ...] = ("image", "text", "shared")
     main: bool = True
     items: SiloDataset | None = None
+    backward: Callable[[Step, Extra | None], Tensor] | None = None
 
 
 class Work(ABC):
@@ -398,7 +404,7 @@ def train_epoch(
     """
     model, (total, seen, moved) = local.model, sums
     for step in steps:
-        value = _backward(local, step, extra)
+        value = backward(local, step, extra) if step.backward is None else step.backward(step, extra)
         if lambda_s and moved:  # otherwise the term and its gradient are zero
             drift = torch.sub(model.flat.detach(), base, out=change)
             value = value + proximal(drift, lambda_s)
@@ -412,8 +418,8 @@ def train_epoch(
     return seen, moved
 
 
-def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
-    """Compute a step's loss with the method's terms and accumulate its gradient in the model."""
+def backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
+    """Compute a step's loss with the method's terms; the model has its gradient then."""
     local.model.zero_grad()
     items = local if step.items is None else replace(local, dataset=step.items)
     image, text = outputs(items, step.rows, step.caption, step.runs)

@@ -37,7 +37,7 @@ def modality_of(view: Local) -> Modality:
 def beside(
     pairs: Work | None, local: Local, context: Context, task: Task, work_of: Callable[[Local], Work | None]
 ) -> Work | None:
-    """The training of a silo's pairs together with that of its unpaired items.
+    """A silo's training on pairs together with that on unpaired items; ``pairs`` itself without any of those.
 
     Args:
         pairs: the work on the dataset; None if there is nothing to minimise.
@@ -45,9 +45,6 @@ def beside(
         context: context of the run.
         task: seeds the order of the unpaired items.
         work_of: the work on one of :func:`views`; None if it has nothing to minimise yet.
-
-    Returns:
-        ``pairs`` itself for a silo without unpaired items.
     """
     parts = tuple((view, work) for view in views(local) if (work := work_of(view)) is not None)
     if not parts:
@@ -61,21 +58,13 @@ def beside(
 
 @dataclass(frozen=True)
 class Interleaved(Work):
-    """Work on pairs and on unpaired items, their batches in a random order.
+    """Work on pairs and on unpaired items, their batches in a random order."""
 
-    Args:
-        pairs: the work on the n pairs, or None.
-        size: n.
-        parts: the work on each kind of unpaired items, with the view it was made for.
-        batch_size: the scenario's batch size.
-        own: generators of the order of batches, and of each part's items, by modality.
-    """
-
-    pairs: Work | None
-    size: int
-    parts: tuple[tuple[Local, Work], ...]
+    pairs: Work | None  # the work on the n pairs, or None
+    size: int  # n
+    parts: tuple[tuple[Local, Work], ...]  # the work on each kind of unpaired items, with the view it was made for
     batch_size: int
-    own: dict[str, np.random.Generator]
+    own: dict[str, np.random.Generator]  # generators of the order of batches, and of each part's items, by modality
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """The steps of all parts; each part's steps are in its own order."""

@@ -362,6 +362,8 @@ def _failures(summary: RunSummary, facts: LogFacts) -> Answer:
 def protection(scenario: Scenario) -> str:
     """What protects the updates."""
     privacy = scenario.privacy
+    if privacy.items is not None and privacy.clip_norm is None:
+        return f"Local steps clip groups of items, with noise of {privacy.items.noise_multiplier} times the norm."
     if privacy.clip_norm is None:
         return "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
     if not privacy.noise_multiplier:

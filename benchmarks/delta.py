@@ -90,7 +90,7 @@ def floor() -> list[float]:
 
 
 def run(*, smoke: bool = False) -> Result:
-    """Measure over ipc, over tcp on the loopback device, and the lower bound.
+    """Measure over ipc, with shared memory, over tcp on the loopback device, and the lower bound.
 
     ``smoke`` changes nothing: fewer updates would not reach the limits on a silo's messages.
     """
@@ -98,14 +98,15 @@ def run(*, smoke: bool = False) -> Result:
     # One thread, as the coordinator.
     with torch_threads(1), tempfile.TemporaryDirectory(prefix="bench-") as folder:
         root = Path(folder)
-        for name in ("ipc", "tcp"):
+        for name in ("ipc", "shm", "tcp"):
             (root / name).mkdir()
         ipc = _over(f"ipc://{root / 'wire'}", root / "ipc")
+        shm = _over(f"shm://{root / 'wire'}", root / "shm")
         tcp = _over("tcp://127.0.0.1:*", root / "tcp")
         alone = floor()
     least = spread("floor: seal, copy, open, check, add in one process", alone, "ms")
     numbers = []
-    for name, values, aim in (("ipc", ipc, 1.5), ("tcp", tcp, 2)):
+    for name, values, aim in (("ipc", ipc, 1.5), ("shm", shm, 1.5), ("tcp", tcp, 2)):
         whole = spread(f"silo to sum over {name}", values, "ms")
         numbers += [
             whole,

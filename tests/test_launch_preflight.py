@@ -225,7 +225,7 @@ def test_a_missing_file_or_folder_is_refused_before_torch_is_imported(tmp_path: 
 
 
 def test_a_check_refuses_what_only_a_run_on_this_machine_can_do(tiny: Path) -> None:
-    scenario = resolved(tiny, "launcher=ray", "faults=[{kind: freeze, silos: [silo-00], rounds: [1], seconds: 1}]")
+    scenario = resolved(tiny, "launcher=ray", "wire.transport=shm")
     found = {each.name: each for each in module.preflight(Program.CHECK, Starting(run_of(scenario)))}
     assert found["launcher"].verdict is Verdict.FAILED
-    assert "found 'freeze', allowed: no freeze with launcher ray" in found["launcher"].detail
+    assert "found 'shm', allowed: ipc with launcher ray" in found["launcher"].detail

@@ -16,6 +16,7 @@ from coordinator.round_events import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config import resolve as scenarios
 from fedmq.config.resolve import ResolvedRun, Source, resolve
+from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments
 from fedmq.launch import forkserver, remote_peer
 from fedmq.launch.remote_peer import (
@@ -29,6 +30,7 @@ from fedmq.launch.remote_peer import (
     earlier_files,
     encode,
     key_files,
+    refuse_local_only,
     run_peer,
     take_keys,
     write_private,
@@ -57,6 +59,13 @@ def run(tiny: Path) -> ResolvedRun:
 
 def file(path: str) -> dict[str, str]:
     return {"path": path, "content": "aGVsbG8="}
+
+
+def test_processes_on_other_machines_cannot_share_memory(tiny: Path) -> None:
+    shared = scenarios.load(tiny, ["wire.transport=shm", "launcher=ray"])
+    refuse_local_only(scenarios.load(tiny, ["launcher=ray"]))  # the default is of launcher local only
+    with pytest.raises(InputError, match=r"wire.transport: found 'shm', allowed: ipc with launcher ray"):
+        refuse_local_only(shared)
 
 
 def test_the_arguments_of_every_program_arrive_as_they_were_sent(run: ResolvedRun, tmp_path: Path) -> None:
@@ -224,6 +233,7 @@ def test_a_silo_without_the_run_folder_is_stopped_and_resumed_without_a_differen
     outcome = threaded_run.run(scenario, out, silos=others, others=[remote], resume=True)
     assert process.collect(lambda: encode(results[1])) == 0
     expected = in_process_run.run(scenario, tmp_path / "expected")
+    assert outcome.summary and expected.summary
     assert outcome.summary.model_digest == expected.summary.model_digest
     assert not audit_run(out).findings
     assert not (tmp_path / "absent").exists()

@@ -11,7 +11,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,7 @@ def read_wandb(out: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-class Failing:
+class Failing(Tracker):
     """A tracker whose server is gone."""
 
     key = where = "nowhere"
@@ -165,7 +165,7 @@ class Failing:
     def log(self, values: Sequence[Value], version: int, at: float) -> None:
         raise ConnectionError("no route to host\nand a long trace")
 
-    def finish(self, end: End, result: object) -> None:
+    def finish(self, end: End, result: Mapping[str, float]) -> None:
         raise AssertionError
 
 
@@ -225,11 +225,12 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_extra(monkeypatch: 
         check(["csv", "wandb"])
 
 
-def test_trackers_change_neither_the_id_of_a_run_nor_the_names_of_comparisons(tiny: Path) -> None:
+def test_trackers_and_transports_change_neither_the_id_of_a_run_nor_the_names_of_comparisons(tiny: Path) -> None:
     plain, tracked = resolved(tiny), resolved(tiny, "track=csv")
     assert tracked.track == ("csv",)
-    assert run_of(plain).id == run_of(tracked).id
-    assert digest(named_by(plain)) == digest(named_by(tracked))
+    for changed in (tracked, resolved(tiny, "wire.transport=ipc"), resolved(tiny, "wire.transport=shm")):
+        assert run_of(plain).id == run_of(changed).id
+        assert digest(named_by(plain)) == digest(named_by(changed))
     with pytest.raises(InputError, match="listed twice"):
         resolved(tiny, "track=[csv, csv]")
     with pytest.raises(InputError, match="track"):
@@ -252,7 +253,7 @@ def test_a_damaged_state_of_trackers_begins_a_new_run_with_one_notice(
     finished: Path, tiny: Path, tmp_path: Path
 ) -> None:
     folder = RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
-    sent: dict[str, object]
+    sent: Mapping[str, object]
     for sent, found in (
         ({"key": "../../other", "versions": {}}, r"csv\.key"),
         ({"key": "csv", "versions": {"merge": 10**6}}, r"version 1000000 of"),

@@ -32,14 +32,14 @@ SOON = 100.0
 URIS: dict[str, Callable[[Path], str]] = {
     "tcp": lambda _: "tcp://127.0.0.1:*",
     "ipc": lambda folder: f"ipc://{folder}/socket",
+    "shm": lambda folder: f"shm://{folder}/socket",
     "memory": lambda _folder: memory_uri(),
     "queue": lambda folder: f"queue://{folder}",
     "shared+tcp": lambda _: "shared+tcp://127.0.0.1:*",
     "shared+ipc": lambda folder: f"shared+ipc://{folder}/socket",
+    "shared+shm": lambda folder: f"shared+shm://{folder}/socket",
 }
 MESSAGE = [b"head", b"body"]
-#: What a raw peer of a scheme puts before the first frame.
-PREFIXES = {"tcp": b"", "ipc": bytes(5), "memory": b""}
 
 
 @pytest.fixture(params=[*URIS])
@@ -47,7 +47,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return URIS[request.param](tmp_path)
 
 
-@pytest.fixture(params=["tcp", "ipc"])
+@pytest.fixture(params=["tcp", "ipc", "shm"])
 def between_processes(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A URI over ZeroMQ between processes, where a peer may be any program."""
     return URIS[request.param](tmp_path)
@@ -159,7 +159,7 @@ def test_a_full_queue_refuses_messages_and_does_not_grow(uri: str) -> None:
         end.close()
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "memory", "queue"])  # the port of tcp is not known yet
+@pytest.mark.parametrize("scheme", ["ipc", "shm", "memory", "queue"])  # the port of tcp is not known yet
 def test_a_connection_may_start_before_its_listener(scheme: str, tmp_path: Path) -> None:
     uri = URIS[scheme](tmp_path)
     connection = connect(uri)
@@ -189,7 +189,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
         with pytest.raises(RemoteWireError) as caught:
             listener.receive(SOON)
         assert caught.value.reason == "malformed"
-    raw.send_multipart(message := [PREFIXES[scheme] + MESSAGE[0], MESSAGE[1]])
+    raw.send_multipart(MESSAGE)
     assert listener.receive(SOON) is not None
     raw.close()
     listener.close()
@@ -202,7 +202,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
     raw.send_multipart([peer, b"one"])
     with pytest.raises(RemoteWireError):
         connection.receive(SOON)
-    raw.send_multipart([peer, *message])
+    raw.send_multipart([peer, *MESSAGE])
     assert answer_to(connection) == MESSAGE
     connection.close()
     raw.close()
@@ -213,13 +213,13 @@ def test_the_connection_of_a_message_of_very_many_frames_is_ended(scheme: str, t
     listener = listen(URIS[scheme](tmp_path))
     raw = raw_socket(zmq.DEALER, listener.uri)
     raw.connect(listener.uri)
-    raw.send_multipart(message := [PREFIXES[scheme] + MESSAGE[0], MESSAGE[1]])
+    raw.send_multipart(MESSAGE)
     peer, _ = received(listener)
     raw.send_multipart([b"x"] * 50_000)
     with pytest.raises(RemoteWireError, match="50000 frames, expected 2"):
         listener.receive(SOON)
     wait_for(lambda: not listener.send(peer, MESSAGE), why="the connection is still open")
-    raw.send_multipart(message)
+    raw.send_multipart(MESSAGE)
     assert received(listener)[0] != peer, "it has connected again"
     raw.close(0)
     listener.close()
@@ -277,7 +277,7 @@ def test_another_process_can_connect(between_processes: str) -> None:
 def test_invalid_uris_are_input_errors(tmp_path: Path) -> None:
     for bad in (
         "", "tcp", "tcp://", "tcp://host", "tcp://host:99999", "tcp://host:port", "tcp://ho st:80", "udp://127.0.0.1:5",
-        "tcp://a:1;tcp://b:2", "inproc://x", "ipc://", "ipc://" + "a" * 108, "memory://", "memory://a b",
+        "tcp://a:1;tcp://b:2", "inproc://x", "ipc://", "ipc://" + "a" * 108, "shm://", "memory://", "memory://a b",
     ):  # fmt: skip
         for make in (listen, connect):
             with pytest.raises(InputError):

@@ -279,7 +279,7 @@ def coordinator_command(
     keys: Keys,
     file: NewFile = None,
     bind: Annotated[
-        str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
+        str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT, ipc://PATH or shm://PATH.")
     ] = "tcp://127.0.0.1:5555",
     out_dir: RunOut = None,
     settings: Settings = None,

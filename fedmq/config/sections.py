@@ -71,6 +71,11 @@ class Wire(Part):
         description="like hide_names, and pad each message to 4 KiB, larger ones to the next of four steps "
         "between two powers of two",
     )
+    transport: Literal["ipc", "shm"] | None = Field(
+        None,
+        description="with launcher local: shm: a Unix socket, and shared memory for large messages where both "
+        "processes can open it; ipc: only the socket; null: shm",
+    )
     rekey_hours: Positive = Field(24.0, description="real time after which a session gets new keys [h]")
     rekey_messages: Count = Field(
         1 << 20, description="messages in both directions after which a session gets new keys"

@@ -476,6 +476,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
     Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios.
     """
     facts = scenario.model_dump(mode="json", exclude={"track": True, **(leave_out or {})})
+    facts["wire"]["transport"] = "ipc"  # has no effect on results, and must not rename runs
     for part, keys in (("data", ("path", "annotations", "images")), ("participation", ("trace",))):
         facts[part] |= {key: os.path.realpath(path) for key in keys if (path := facts[part].get(key))}
     below = f"{Path.cwd()}{os.sep}"

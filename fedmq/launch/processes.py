@@ -271,7 +271,7 @@ class ProcessGroup:
     def start_coordinator(self) -> Connection:
         """Start the coordinator; returns the connection on which it reports."""
         ours, theirs = CONTEXT.Pipe()
-        here = f"ipc://{self.keys.parent / 'wire'}"
+        here = f"{self.run.scenario.wire.transport or 'shm'}://{self.keys.parent / 'wire'}"
         address = here if self.cluster is None else self.cluster.bind
         bind = f"{SHARED if self.hosting.hosts else ''}{address}"
         root, most = self.folder.root, self.hosting.most

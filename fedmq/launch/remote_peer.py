@@ -402,11 +402,16 @@ def _run(arguments: PeerArguments, identities: Mapping[str, Identity]) -> tuple[
 
 
 def refuse_local_only(scenario: Scenario) -> None:
-    """Refuse on a cluster the fault ``freeze``, which only works on one machine.
+    """Refuse on a cluster what only works on one machine: shared memory, and the fault ``freeze``.
 
     Raises:
-        InputError: the scenario has it, and a launcher of several machines.
+        InputError: the scenario has one of them, and a launcher of several machines.
     """
-    if scenario.launcher in ("ray", "slurm") and any(isinstance(fault, Freeze) for fault in scenario.faults):
+    if scenario.launcher not in ("ray", "slurm"):
+        return
+    if scenario.wire.transport == "shm":
+        allowed = f"ipc with launcher {scenario.launcher}, whose processes are on several machines"
+        raise InputError("wire.transport", "shm", allowed)
+    if any(isinstance(fault, Freeze) for fault in scenario.faults):
         allowed = f"no freeze with launcher {scenario.launcher}, which cannot pause a process"
         raise InputError("faults", "freeze", allowed)

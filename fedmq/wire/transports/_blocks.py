@@ -1,4 +1,4 @@
-"""Large bodies of ``ipc://`` in memory that both processes map.
+"""Large bodies of ``shm://`` in memory that both processes map.
 
 Each end keeps a few *blocks*, memfds that it reuses. The sender seals a body into a block, and sends the block's name
 through the socket. The receiver maps the block and opens the body there. Once the receiver's last view of the body is
@@ -339,7 +339,7 @@ class SharedMemory:
         sent()
         return True
 
-    def received(self, frames: list[memoryview], peer: bytes | int, process: int) -> list[memoryview]:
+    def received(self, frames: Sequence[memoryview], peer: bytes | int, process: int) -> list[memoryview]:
         """The frames of a message, with its body; ``process`` is at the other end of the connection, 0 if unknown.
 
         Raises:

@@ -24,7 +24,14 @@ from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
 from fedmq.wire.transports._blocks import SharedMemory
-from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received, widen
+from fedmq.wire.transports._connection_admission import (
+    PARTIAL,
+    WATCH_MS,
+    ConnectionAdmission,
+    bytes_received,
+    process_of,
+    widen,
+)
 from fedmq.wire.transports.base import FRAMES, MOST_FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
@@ -46,6 +53,8 @@ _MOST_FRAMES = 64
 #: Peers whose connections are remembered, to end them.
 _MAX_DESCRIPTORS = 1 << 14
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+#: Scheme of a Unix socket whose ends share memory.
+_SHM = "shm://"
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -69,10 +78,10 @@ class ZeroMQListener(Listener):
         context: zmq.Context[zmq.Socket[bytes]] | None,
         uri: str,
         admission: ConnectionAdmission | None,
-        max_shared: int | None,  # maximum size of a body in shared memory [bytes]; None shares none
+        max_frame: int,  # maximum size of an accepted frame [bytes]
     ) -> None:
         self.uri = uri
-        self._memory = None if max_shared is None else SharedMemory(self.connected, max_shared)
+        self._memory = SharedMemory(self.connected, max_frame) if uri.startswith(_SHM) else None
         self._socket, self._context, self._admission = socket, context, admission
         self._descriptors = BoundedDict[bytes, int](_MAX_DESCRIPTORS)
         self._inodes = BoundedDict[bytes, int | None](_MAX_DESCRIPTORS)  # of the sockets of these descriptors
@@ -99,10 +108,7 @@ class ZeroMQListener(Listener):
         if (frames := number - 1) > _MOST_FRAMES:
             self.cut(peer)
         _require(frames, FRAMES)
-        found = [frame.buffer for frame in rest]
-        if self._memory is not None:
-            found = self._memory.received(found, peer, _process(rest[0]))
-        return peer, found
+        return peer, _opened(rest, peer, self._memory)
 
     @override
     def room(self, size: int) -> memoryview:
@@ -150,11 +156,11 @@ class ZeroMQConnection(Connection):
         name: str,  # ZeroMQ's name of the listener
         *,
         watched: bool,  # whether to count connections, for a transport whose connections can break
-        # The keys with which the connection is admitted; None for a listener without keys.
-        keys: ConnectionKeys | None = None,
-        max_shared: int | None = None,  # maximum size of a body in shared memory [bytes]; None shares none
+        keys: ConnectionKeys | None,  # with which the connection is admitted; None for a listener without keys
+        max_frame: int,  # maximum size of an accepted frame [bytes]
     ) -> None:
-        self._memory = None if max_shared is None else SharedMemory(lambda peer: peer == self._number(), max_shared)
+        shares = uri.startswith(_SHM)
+        self._memory = SharedMemory(lambda peer: peer == self._number(), max_frame) if shares else None
         self.uri, self._name, self._make, self._watched = uri, name, make, watched
         self._keys, self._redial = keys, False
         self._refusal: ConnectionRefusal | None = None
@@ -202,8 +208,7 @@ class ZeroMQConnection(Connection):
         self._mark = self._brought()
         frames, number = received
         _require(number, MOST_FRAMES)
-        found = [frame.buffer for frame in frames]
-        return found if self._memory is None else self._memory.received(found, self._number(), _process(frames[0]))
+        return _opened(frames, self._number(), self._memory)
 
     def _number(self) -> int:
         """Number of the connection by which a message travels that is sent now."""
@@ -343,18 +348,16 @@ def bind(
     *,
     keys: ListenerKeys | None = None,
     ipv6: bool = False,
-    shares_memory: bool = False,
 ) -> ZeroMQListener:
     """Open a listener.
 
     Args:
-        uri: URI on which to listen.
+        uri: URI on which to listen; with the scheme ``shm``, a Unix socket whose peers share memory.
         max_frame: maximum size of an accepted frame [bytes].
         queue: messages queued per peer and direction.
         endpoint: ZeroMQ's endpoint, if it is not ``uri``.
         keys: admit only peers with these keys; None admits everyone who reaches the address.
         ipv6: whether the address is, or also is, an IPv6 address.
-        shares_memory: whether large bodies stay in shared memory between peers that can open it.
 
     Raises:
         InputError: the address cannot be bound.
@@ -368,15 +371,15 @@ def bind(
     # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
-        socket.bind(endpoint.name if endpoint else uri)
+        socket.bind(endpoint.name if endpoint else _name(uri))
     except zmq.ZMQError as error:
         if admission is not None:
             admission.close()
         _close(socket, context)
         taken = "; another process listens there, e.g. another coordinator" if error.errno == zmq.EADDRINUSE else ""
         raise InputError(uri, str(error), f"an address that is free and belongs to this machine{taken}") from error
-    bound = uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return ZeroMQListener(socket, context, bound, admission, max_frame if shares_memory else None)
+    bound = uri if endpoint or uri.startswith(_SHM) else socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return ZeroMQListener(socket, context, bound, admission, max_frame)
 
 
 def dial(
@@ -387,7 +390,6 @@ def dial(
     *,
     keys: ConnectionKeys | None = None,
     ipv6: bool = False,
-    shares_memory: bool = False,
 ) -> ZeroMQConnection:
     """Open a connection; arguments as for :func:`bind`.
 
@@ -403,9 +405,13 @@ def dial(
             socket.setsockopt(zmq.PLAIN_PASSWORD, keys.ticket(time.time()))
         return socket
 
-    name, own = (endpoint.name, None) if endpoint else (uri, context)
-    most = max_frame if shares_memory else None
-    return ZeroMQConnection(made, own, uri, name, watched=endpoint is None, keys=keys, max_shared=most)
+    name, own = (endpoint.name, None) if endpoint else (_name(uri), context)
+    return ZeroMQConnection(made, own, uri, name, watched=endpoint is None, keys=keys, max_frame=max_frame)
+
+
+def _name(uri: str) -> str:
+    """ZeroMQ's name of a URI."""
+    return f"ipc://{uri.removeprefix(_SHM)}" if uri.startswith(_SHM) else uri
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
@@ -468,16 +474,10 @@ def _inode(descriptor: int) -> int | None:
         return None
 
 
-def _process(frame: zmq.Frame) -> int:
-    """The process at the other end of a Unix socket, by the kernel's word; 0 if it is of another user or unknown.
-
-    A process of other PID namespaces is 0, too.
-    """
-    try:
-        _, user, _, process = str(frame.get("Peer-Address")).rsplit(":", 3)
-    except (zmq.ZMQError, ValueError):  # ValueError: no Unix socket
-        return 0
-    return int(process) if user == str(os.geteuid()) else 0
+def _opened(frames: Sequence[zmq.Frame], peer: bytes | int, memory: SharedMemory | None) -> list[memoryview]:
+    """The frames of a message from a peer, with its body."""
+    buffers = [frame.buffer for frame in frames]
+    return buffers if memory is None else memory.received(buffers, peer, process_of(frames[0]))
 
 
 def _require(frames: int, most: int) -> None:

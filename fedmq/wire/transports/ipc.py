@@ -1,4 +1,4 @@
-"""``ipc://PATH``: ZeroMQ over a Unix socket, between processes of one machine, with large bodies in shared memory."""
+"""``ipc://PATH``: ZeroMQ over a Unix socket, between processes of one machine; ``shm://PATH`` also shares memory."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ import socket
 
 from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
-from fedmq.wire.transports.base import Connection, Listener, Transport
+from fedmq.wire.transports.base import Listener, Transport
 
 #: Linux's sockaddr_un holds 108 bytes including the terminating zero.
 _PATH_BYTES = 107
 
 
 def _check(uri: str, place: str, listening: bool) -> None:
-    path = uri.removeprefix("ipc://")
+    scheme, _, path = uri.partition("://")
     size = len(os.fsencode(path))
     if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
-        raise InputError(place, uri, f"ipc://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
+        raise InputError(place, uri, f"{scheme}://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
 
 
 def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    if _has_listener(uri.removeprefix("ipc://")):
+    if _has_listener(uri.partition("://")[2]):
         # ZeroMQ would silently replace the other listener's socket file.
         raise InputError(uri, "a path where another process listens", "an unused path")
-    return _zeromq.bind(uri, max_frame, queue, shares_memory=True)
-
-
-def _connect(uri: str, max_frame: int, queue: int) -> Connection:
-    return _zeromq.dial(uri, max_frame, queue, shares_memory=True)
+    return _zeromq.bind(uri, max_frame, queue)
 
 
 def _has_listener(path: str) -> bool:
@@ -41,4 +37,6 @@ def _has_listener(path: str) -> bool:
     return True
 
 
-TRANSPORT = Transport("ipc://PATH", _check, _listen, _connect)
+TRANSPORT = Transport("ipc://PATH", _check, _listen, _zeromq.dial)
+#: Large bodies stay in memory that both processes map, where both can; see :mod:`fedmq.wire.transports._blocks`.
+SHARES_MEMORY = Transport("shm://PATH", _check, _listen, _zeromq.dial)

@@ -21,7 +21,7 @@ GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 #: The transports registered in this process, by scheme.
-TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
+TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "shm": ipc.SHARES_MEMORY, "memory": memory.TRANSPORT}
 
 
 def register(scheme: str, transport: Transport) -> None:
@@ -48,8 +48,8 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE, keys: Li
 
     Args:
         uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
-            ``memory://NAME`` within this process, or a URI of another registered scheme; with the prefix ``shared+``,
-            many peers share a connection.
+            ``shm://PATH``, ``memory://NAME`` within this process, or a URI of another registered scheme; with the
+            prefix ``shared+``, many peers share a connection.
         max_frame: maximum size of an accepted frame [bytes]; a peer that announces a larger one is disconnected before
             it is read.
         queue: messages queued per peer and direction.

@@ -1,4 +1,4 @@
-"""Large bodies over ipc:// are in blocks that are used again; a block that is not as it must be is refused."""
+"""Large bodies over shm:// are in blocks that are used again; a block that is not as it must be is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZE = 3 << 20
 
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Connection]]:
-    listener = listen(f"ipc://{tmp_path}/socket")
+    listener = listen(f"shm://{tmp_path}/socket")
     connection = connect(listener.uri)
     introduce(listener, connection)
     yield listener, connection
@@ -159,7 +159,7 @@ def test_to_peers_that_cannot_open_blocks_bodies_go_through_the_socket(
             monkeypatch.setattr(_blocks, "_may_read", lambda _: False)
         case "a relay":
             monkeypatch.setattr(os, "getpid", lambda: own + 1)
-    uri = f"ipc://{tmp_path}/socket"
+    uri = f"shm://{tmp_path}/socket"
     with contextlib.closing(listen(uri)) as listener, contextlib.closing(connect(uri)) as connection:
         sizes = in_socket(connection, monkeypatch)
         peer = introduce(listener, connection)
@@ -167,7 +167,8 @@ def test_to_peers_that_cannot_open_blocks_bodies_go_through_the_socket(
         assert is_full_of(received(listener)[1], 1)
         assert sizes[-1] == SIZE
         assert listener.send(peer, [b"head", filled(listener, 2)])
-        assert is_full_of(wait_for(lambda: connection.receive(SOON))[1], 2)
+        got = connection.receive(SOON)
+        assert got is not None and is_full_of(got[1], 2)
 
 
 def test_without_memory_bodies_go_through_the_socket(
@@ -222,7 +223,7 @@ def test_one_block_goes_to_several_peers_and_is_used_again_once_all_have_read_it
 
 
 def test_a_connection_that_was_made_again_uses_what_the_former_listener_did_not_read(tmp_path: Path) -> None:
-    listener = listen(f"ipc://{tmp_path}/socket")
+    listener = listen(f"shm://{tmp_path}/socket")
     connection = connect(listener.uri)
     introduce(listener, connection)
     body = filled(connection, 1)
@@ -288,18 +289,21 @@ def test_of_a_killed_process_nothing_is_left_and_what_was_not_read_is_refused(
 
 
 @pytest.mark.slow
-def test_killed_silos_and_coordinators_leave_the_model_as_without_blocks(tiny: Path, tmp_path: Path) -> None:
+def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, tmp_path: Path) -> None:
     settings = ("rounds=6", "participation=1.0", "backbone.bottleneck=16384")
     faults = "faults=[{kind: crash, silos: [silo-00], rounds: [1]}, {kind: coordinator_crash, after_round: 3}]"
-    plain = threaded_run.run(resolved(tiny, *settings), tmp_path / "plain").summary.plain()
-    for name, more in (("ipc", ()), ("killed", (faults,))):
+    outcome = threaded_run.run(resolved(tiny, *settings), tmp_path / "ipc", uri=f"ipc://{tmp_path}/wire")
+    assert outcome.summary is not None
+    ipc = outcome.summary.plain()
+    assert not audit_run(tmp_path / "ipc").findings
+    for name, more in (("shm", ()), ("killed", (faults,))):
         out, options = tmp_path / name, (*settings, *more)
         printed("scenario", tiny, "--out", out, "--quiet", *(f"--set={each}" for each in options))
         assert not audit_run(out).findings
         summary = json.loads((out / "summary.json").read_text())
-        assert summary["model_digest"] == plain["model_digest"]
-        assert more or summary["bytes"] == plain["bytes"]
-    log = read_log(tmp_path / "ipc" / "messages" / "coordinator.jsonl")
+        assert summary["model_digest"] == ipc["model_digest"]
+        assert more or summary["bytes"] == ipc["bytes"]
+    log = read_log(tmp_path / "shm" / "messages" / "coordinator.jsonl")
     tasks = [each.bytes for _, each in log if isinstance(each, MessageRecord) and each.header.kind is Kind.TASK]
     assert tasks and min(tasks) > _blocks.LEAST_BYTES
 

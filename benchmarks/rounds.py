@@ -136,7 +136,7 @@ def measure(silos: int, rounds: int) -> tuple[list[float], Stopwatch]:
     with torch_threads(1), tempfile.TemporaryDirectory(prefix="bench-") as name:
         root = Path(name)
         context = _run_context(scenario, root)
-        with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
+        with coordinator_end(f"shm://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
             loop = _loop(context, peers, log)
             with (
                 started(_silo, [(listener.uri, root, silo, scenario) for silo in scenario.silo_names]),
@@ -198,7 +198,7 @@ def run(*, smoke: bool = False) -> Result:
     ratio = Number("a round, as a multiple of the floor", whole.value / least, "x")
     lower = Number(f"floor: the floor of delta, {2 * silos} times in turn", least, "s")
     note = (
-        f"{silos} processes, a model of {MEGABYTES:.2f} MB down and an update as large up, {rounds} rounds, ipc, a "
-        "checkpoint with fsync after each"
+        f"{silos} processes, a model of {MEGABYTES:.2f} MB down and an update as large up, {rounds} rounds, shm (the default of "
+        "launcher local), a checkpoint with fsync after each"
     )
     return Result("rounds", (whole, ratio, lower, *parts, rest), (note,))

@@ -198,7 +198,7 @@ def run(*, smoke: bool = False) -> Result:
     ratio = Number("a round, as a multiple of the floor", whole.value / least, "x")
     lower = Number(f"floor: the floor of delta, {2 * silos} times in turn", least, "s")
     note = (
-        f"{silos} processes, a model of {MEGABYTES:.2f} MB down and an update as large up, {rounds} rounds, shm (the default of "
-        "launcher local), a checkpoint with fsync after each"
+        f"{silos} processes, a model of {MEGABYTES:.2f} MB down and an update as large up, {rounds} rounds, shm "
+        "(the default of launcher local), a checkpoint with fsync after each"
     )
     return Result("rounds", (whole, ratio, lower, *parts, rest), (note,))

@@ -41,7 +41,11 @@ REFUSED = (
     ("compare --vary silos.count=4,0", "--vary silos.count: found 0"),
     ("compare --select training.learning_rate=1,-1", "--select training.learning_rate: found -1"),
     ("compare --select rounds=1,2 --select-rounds 1", "--select rounds: found"),
-    ("compare --select-seed 1", "--select-seed: found"),
+    ("compare --select-seeds 1", "--select-seeds: found"),
+    (
+        "compare --select training.learning_rate=1,2 --select-seeds 1,1",
+        "--select-seeds: found '1,1', allowed: different",
+    ),
     ("compare --extensions 1", "--extensions: found"),
     ("compare --select training.learning_rate=1,1.0", "candidates that differ"),
     ("compare --select device=cpu,auto", "it trains the same model as device"),
@@ -222,17 +226,17 @@ def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
 ) -> None:
     started = simulated_runs
     arguments = ["sweep", tiny, "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
-    options = ["--select-seed", "4", "--select-rounds", "3", "--seeds", "0,1", "--metric", "mean_r1", "--out"]
+    options = ["--select-seeds", "4,5", "--select-rounds", "3", "--seeds", "0,1", "--metric", "mean_r1", "--out"]
     shown = printed(*arguments, "--extensions", "0", *options, tmp_path)
     assert started == [
-        *(f"tiny, seed 4 (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2)),
+        *(f"tiny, seed {seed} (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2) for seed in (4, 5)),
         "tiny, seed 0",
         "tiny, seed 1",
     ]
     assert "learning_rate=0.3" in shown
-    assert "seed 4, 3 rounds" in (tmp_path / "table.md").read_text()
-    lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[04]-*.yaml"))]
-    assert sorted(lengths) == [3, 3, 3, 4]
+    assert "mean over seeds 4, 5, 3 rounds" in (tmp_path / "table.md").read_text()
+    lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[045]-*.yaml"))]
+    assert sorted(lengths) == [*6 * [3], 4]
     assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
 
 
@@ -256,15 +260,20 @@ def test_a_chosen_edge_extends_the_grid_as_often_as_allowed_and_the_table_says_s
     assert ",4,2," in (tmp_path / "2" / "table.csv").read_text()
 
 
-def test_a_choice_on_the_evaluated_split_is_reported_before_and_with_the_results(
+def test_a_choice_on_the_evaluated_split_or_seeds_is_reported_before_and_with_the_results(
     simulated_runs: list[str], tiny: Path, tmp_path: Path
 ) -> None:
-    options = ["--select", "training.learning_rate=0.1,0.3", "--set", "evaluation.split=val", "--seeds", "0"]
-    done = completed("compare", tiny, "--extensions", "0", *options, "--metric", "mean_r1", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    warning = "evaluation.split is val, on which --select chooses"
-    for text in (done.stderr, (tmp_path / "table.md").read_text(), (tmp_path / "table.tex").read_text()):
-        assert warning in text
+    options = ["--select", "training.learning_rate=0.1,0.3", "--extensions", "0", "--metric", "mean_r1"]
+    for number, (more, warning) in enumerate((
+        ("--set evaluation.split=val --seeds 0 --select-seeds 1", "evaluation.split is val, on which --select chooses"),
+        ("--seeds 0,1,2 --select-seeds 1,2,3", "in --seeds and in --select-seeds: 1, 2;"),
+        ("--seeds 0,1 --select-seeds 2", None),
+    )):  # fmt: skip
+        out = tmp_path / str(number)
+        done = completed("compare", tiny, *options, *more.split(), "--out", out)
+        assert done.returncode == 0, done.stderr
+        for text in (done.stderr, (out / "table.md").read_text(), (out / "table.tex").read_text()):
+            assert warning in text if warning else "evaluation.split" not in text and "select-seeds:" not in text
 
 
 def test_silos_that_lack_the_same_modality_with_every_seed_are_reported(

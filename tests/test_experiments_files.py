@@ -48,7 +48,7 @@ vary:
     fedavg,
     {name: rcsr, filler: zero}
 select: training.learning_rate=0.1,0.2
-select_seed: 3
+select_seeds: [3, 6]
 select_rounds: 2
 seeds: [4, 5]
 metric:
@@ -66,7 +66,7 @@ runs: shared
 SAME = [
     "--set", "rounds=4", "--set", "training.batch_size=16", "--vary", "silos.count=4,5",
     "--vary", "protocol=fedavg,{name: rcsr, filler: zero}", "--select", "training.learning_rate=0.1,0.2",
-    "--select-seed", "3", "--select-rounds", "2", "--seeds", "4,5", "--metric", "mean_r1,mean_r5,bytes.up",
+    "--select-seeds", "3,6", "--select-rounds", "2", "--seeds", "4,5", "--metric", "mean_r1,mean_r5,bytes.up",
     "--baseline", "fedavg", "--across", "silos.count", "--target", "mean_r1=0.5", "--zero-shot",
     "--yardstick", "classes", "--runs", "shared",
 ]  # fmt: skip
@@ -82,6 +82,7 @@ def test_a_comparison_file_equals_the_corresponding_command_line(
     assert (by_file.runs, by_file.jobs) == (by_hand.runs, 3)
     assert [replace(entry, file=tiny) for entry in plans[0].entries] == list(plans[1].entries)
     assert replace(plans[0], entries=()) == replace(plans[1], entries=())
+    assert plans[0].select_seeds == (3, 6)
     folders = {planning.default_folder(plan, "compare", resolve) for plan in plans}
     assert len(folders) == 1
 
@@ -92,7 +93,7 @@ def test_command_line_options_override_a_comparison_file(
     file = comparison_file(tiny.parent, WHOLE)
     options = options_of(
         "compare", file, "--set", "rounds=7", "--vary", "silos.count=6", "--vary", "protocol.tau=0.1,0.2",
-        "--select", "rcsr:training.learning_rate=1", "--seeds", "9", "--metric", "map", "--select-seed", "0",
+        "--select", "rcsr:training.learning_rate=1", "--seeds", "9", "--metric", "map", "--select-seeds", "0",
         "--baseline", "rcsr", "--target", "map=0.1", "--select-rounds", "1", "--runs", "mine", "--out", "out",
         "--across", "protocol.tau",
     )  # fmt: skip
@@ -101,7 +102,7 @@ def test_command_line_options_override_a_comparison_file(
     assert (options.vary or [])[0] == "silos.count=6"
     assert options.select == ["training.learning_rate=0.1,0.2", "rcsr:training.learning_rate=1"]
     assert (options.seeds, options.metric, options.baseline) == ("9", "map", "rcsr")
-    assert (options.select_seed, options.select_rounds, options.across) == (0, 1, "protocol.tau")
+    assert (options.select_seeds, options.select_rounds, options.across) == ("0", 1, "protocol.tau")
     assert options.target == ["mean_r1=0.5", "map=0.1"]
     assert options.zero_shot
     assert (options.runs, options.out_dir) == (Path("mine"), Path("out"))
@@ -141,6 +142,7 @@ REFUSED = (
     ("metric: a b", "line 2: metric", "a b"),
     ("target: mean_r1", "line 2: target.0", "mean_r1"),
     ("select_rounds: 0", "line 2: select_rounds", 0),
+    ("select_seeds: [1, 1]", "line 2: select_seeds", "1,1"),
     ("metrik: mean_r1", "line 2: metrik", "metrik"),
     ("select: [val]", "select", "val"),
 )

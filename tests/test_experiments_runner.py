@@ -148,35 +148,44 @@ def test_two_comparisons_cannot_work_on_the_same_runs_concurrently(tmp_path: Pat
 
 def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3,0.4"])
-    trials = runner.trials_of(ComparisonPlan((entry,), (0, 1)), place(tmp_path))
-    assert {trial.scenario.evaluation.split for trial in trials.values()} == {"val"}
-    for trial, recall in zip(trials.values(), (0.3, 0.5, 0.5), strict=False):
-        finish(trial.folder, recall)
+    plan = ComparisonPlan((entry,), (0, 1), select_seeds=(7, 8))
+    trials = runner.trials_of(plan, place(tmp_path))
+    assert {(run.scenario.evaluation.split, run.scenario.seed) for runs in trials.values() for run in runs} == {
+        ("val", 7),
+        ("val", 8),
+    }
+    # Means .35, .4, .4 and an unfinished run; by one seed alone the first, the third or the fourth would be best.
+    for runs, recalls in zip(trials.values(), ((0.6, 0.1), (0.4, 0.4), (0.2, 0.6), (0.9,)), strict=True):
+        for run, recall in zip(runs, recalls, strict=False):
+            finish(run.folder, recall)
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
     assert runner.choose(entry, trials, "fairness.std_r1") == ("training.learning_rate=0.1",)
     with pytest.raises(InputError, match="--metric"):
         runner.choose(entry, trials, "mean_r2")
     # Neither a refused update of a scripted attack nor a run that is not finished matters.
-    best = list(trials.values())[1]
+    best = list(trials.values())[1][1]
     attacked = {"silo-01": {"refused": 0, "scripted": 4, "errors": 0, "last": "x"}}
     told = {**json.loads(best.folder.summary.read_text()), "unusable_replies": attacked}
     best.folder.summary.write_text(json.dumps(told))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
-    elsewhere = runner.trials_of(ComparisonPlan((entry,), (0, 1)), place(tmp_path / "unfinished"))
+    told["unusable_replies"] = {"silo-01": {**attacked["silo-01"], "refused": 4, "scripted": 0}}
+    best.folder.summary.write_text(json.dumps(told))
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.3",)
+    elsewhere = runner.trials_of(plan, place(tmp_path / "unfinished"))
     assert runner.choose(entry, elsewhere, "mean_r1") is None
 
 
 def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3"])
     trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
-    for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
+    for (trial,), own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
         finish(trial.folder, 0.25)
         summary = json.loads(trial.folder.summary.read_text())
         told = {"personal": {"mean_r1": own}, "personal_only": True}
         trial.folder.summary.write_text(json.dumps({**summary, **told}))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
     # Where the shared model is trained too, the requested metric of the shared model decides.
-    for trial in trials.values():
+    for (trial,) in trials.values():
         summary = json.loads(trial.folder.summary.read_text())
         trial.folder.summary.write_text(json.dumps({**summary, "personal_only": False}))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from fedmq.experiments.tables import Grid
 
 _PLAIN_SECONDS = 30.0
-_SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
+_SEEDS, _SELECT_SEEDS, _METRIC = "0,1,2", "0", "mean_r1,mean_r10"
 _EXTENSIONS = 3
 #: Options that have an effect only with ``--select``.
-_SELECT_OPTIONS = ("select_rounds", "select_seed", "extensions")
+_SELECT_OPTIONS = ("select_rounds", "select_seeds", "extensions")
 
 Files = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False)
@@ -86,8 +86,14 @@ class Options:
             "runs on the test split. In a sweep, val chooses among all values of --vary.",
         ),
     ] = None
-    select_seed: Annotated[
-        int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
+    select_seeds: Annotated[
+        str | None,
+        typer.Option(
+            "--select-seeds",
+            metavar="A,B,...",
+            help="Seeds of the runs that --select compares; the best mean over them is chosen. Take others than in "
+            f"--seeds. {_SELECT_SEEDS} by default.",
+        ),
     ] = None
     select_rounds: Annotated[
         int | None,
@@ -271,7 +277,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
             targets=targets,
             baseline=options.baseline,
             across=options.across,
-            select_seed=options.select_seed or 0,
+            select_seeds=plan.parse_seeds(options.select_seeds or _SELECT_SEEDS, "--select-seeds"),
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
             extensions=_EXTENSIONS if options.extensions is None else options.extensions,
@@ -316,8 +322,9 @@ def carry_out(options: Options) -> None:
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{counted(len(plan.entries), 'row')} x {counted(len(plan.seeds), 'seed')}"
-        size += f", {trials} trials on validation" * bool(trials)
-        for line in (*without_options(plan.entries), *tables.measured_where_chosen(plan)):
+        if trials:
+            size += f", {trials} trials x {counted(len(plan.select_seeds), 'seed')} on validation"
+        for line in (*without_options(plan.entries), *tables.problems_of_choice(plan)):
             print_line(line, error=True)
         print_line(f"{size}; at most {place.jobs} runs in parallel, in {folder}", error=True)
     # The folder is created first: after hours of runs it is too late to find that the tables cannot be written.

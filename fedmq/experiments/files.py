@@ -87,7 +87,7 @@ class ComparisonFile(BaseModel):
     settings: Annotated[tuple[_Setting, ...], _Repeated] = Field((), alias="set")
     vary: Annotated[tuple[_Vary, ...], _Repeated] = ()
     select: Annotated[tuple[_Select, ...], _Repeated] = ()
-    select_seed: int | None = Field(None, ge=0, strict=True)
+    select_seeds: Annotated[str, _checked(grid.parse_seeds), _Listed] | None = None
     select_rounds: Annotated[Count, Field(strict=True)] | None = None
     extensions: int | None = Field(None, ge=0, strict=True)
     seeds: Annotated[str, _checked(grid.parse_seeds), _Listed] | None = None

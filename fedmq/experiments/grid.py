@@ -92,7 +92,7 @@ class ComparisonPlan:
     baseline: str | None = None
     # A varied key whose values are columns of the table instead of rows, as papers print code lengths.
     across: str | None = None
-    select_seed: int = 0  # seed of the runs on the validation split
+    select_seeds: tuple[int, ...] = (0,)  # seeds of each candidate's runs on the validation split
     select_rounds: int | None = None  # rounds of those runs; None takes the scenario's
     zero_shot: bool = False  # whether to add a first row with version 0 of the first entry's runs
     extensions: int = 0  # how often grids may be extended if a chosen value is at the edge of its grid
@@ -157,7 +157,7 @@ def parse_variation(text: str, option: str) -> Variation:
     return Variation(match["key"], tuple(values), match["who"])
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
+def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
     """Read ``0,1,2``.
 
     Raises:
@@ -165,7 +165,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,18}", part) for part in parts) or len({int(part) for part in parts}) < len(parts):
-        raise InputError("--seeds", text, "different whole numbers from 0, e.g. 0,1,2")
+        raise InputError(option, text, "different whole numbers from 0, e.g. 0,1,2")
     return tuple(int(part) for part in parts)
 
 

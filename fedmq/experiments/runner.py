@@ -9,10 +9,11 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import IO
 
 from fedmq.config.resolve import ResolvedRun
@@ -269,7 +270,7 @@ class _Choice:
     """The candidates selected on the validation split."""
 
     plan: ComparisonPlan  # with its extended grids
-    trials: Mapping[tuple[str, Settings], Run]  # by row and candidate
+    trials: Mapping[tuple[str, Settings], tuple[Run, ...]]  # by row and candidate, one for each selection seed
     chosen: Mapping[str, Settings | None]  # by row
     errors: Mapping[str, str]
     stopped: bool = False
@@ -279,11 +280,11 @@ def _choose_all(
     plan: ComparisonPlan, place: Workplace, report: Callable[[jobs.JobProgress], None], stop_wanted: Callable[[], bool]
 ) -> _Choice:
     """Select a candidate for each row; extend the grids, as often as allowed, while a chosen value is at an edge."""
-    trials, errors, left = dict[tuple[str, Settings], Run](), dict[str, str](), plan.extensions
+    trials, errors, left = dict[tuple[str, Settings], tuple[Run, ...]](), dict[str, str](), plan.extensions
     while True:
-        new = {which: run for which, run in trials_of(plan, place).items() if which not in trials}
+        new = {which: own for which, own in trials_of(plan, place).items() if which not in trials}
         trials |= new
-        ended = execute(new.values(), place, report, stop_wanted)
+        ended = execute(itertools.chain.from_iterable(new.values()), place, report, stop_wanted)
         errors |= ended.errors
         if ended.stopped:
             return _Choice(plan, trials, {}, errors, stopped=True)
@@ -299,12 +300,11 @@ def _collected(
 ) -> Comparison:
     """The result of runs that are over."""
     plan, trials, chosen = choice.plan, choice.trials, choice.chosen
-    everything = [(name, run) for (name, _), run in (*trials.items(), *runs.items())]
+    tried = [(name, run) for (name, _), own in trials.items() for run in own]
+    everything = [*tried, *((name, run) for (name, _), run in runs.items())]
     merges = {run.name: after for _, run in everything if (after := run.diverged) is not None}
     diverged = {run.title: f"diverged after round {merges[run.name]}" for _, run in everything if run.name in merges}
-    refused = {
-        (name, run.title): why for (name, _), run in trials.items() if run.done and (why := run.unaccepted) is not None
-    }
+    refused = {(name, run.title): why for name, run in tried if run.done and (why := run.unaccepted) is not None}
     # An error only where no candidate is left to choose.
     none_left = {title: why for (name, title), why in refused.items() if chosen[name] is None}
     failed = {**{title: why for title, why in choice.errors.items() if title not in diverged}, **none_left}
@@ -328,11 +328,11 @@ def _collected(
     return Comparison(made, failed, False, len({run.name for _, run in everything}), diverged, plan, warnings)
 
 
-def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], Run]:
-    """The runs on the validation split, by row and candidate; rows with one candidate need none."""
+def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], tuple[Run, ...]]:
+    """The runs on the validation split, by row and candidate, in order of seeds; rows with one candidate need none."""
     return {
-        (entry.name, candidate): run_of(
-            entry, candidate, plan.select_seed, place, trial=True, rounds=plan.select_rounds
+        (entry.name, candidate): tuple(
+            run_of(entry, candidate, seed, place, trial=True, rounds=plan.select_rounds) for seed in plan.select_seeds
         )
         for entry in plan.entries
         if len(entry.candidates) > 1
@@ -358,29 +358,35 @@ def metric_among(done: Collection[FinishedRun], metric: str) -> str:
     return f"personal.{metric}" if personal else metric
 
 
-def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str) -> Settings | None:
-    """The candidate whose run on the validation split is best by a metric; the first one in case of ties.
+def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Sequence[Run]], metric: str) -> Settings | None:
+    """The candidate whose runs on the validation split have the best mean of a metric; the first one in case of ties.
 
     If the method does not train the shared model as a whole, as ``local`` or ``fedper``, personal models are compared.
-    A run with refused updates or errors of silos is never chosen: it measures a model that part of the silos did not
-    train.
+    A candidate is never chosen if a run with any seed is not finished, or has refused updates or errors of silos: that
+    run measures a model that part of the silos did not train, and means over fewer seeds are not comparable.
 
     Returns:
-        Its settings; None if no candidate's run is finished with all updates accepted.
+        Its settings; None if no candidate's runs are all finished with all updates accepted.
 
     Raises:
-        InputError: no candidate's run has the metric.
+        InputError: no candidate's runs have the metric.
     """
     if len(entry.candidates) == 1:
         return entry.candidates[0]
-    runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {
-        candidate: results.read(run.folder) for candidate, run in runs.items() if run.done and run.unaccepted is None
+        candidate: [results.read(run.folder) for run in runs]
+        for candidate, runs in ((candidate, trials[entry.name, candidate]) for candidate in entry.candidates)
+        if all(run.done and run.unaccepted is None for run in runs)
     }
-    metric = metric_among(done.values(), metric)
-    values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}
-    if done and not values:
-        raise results.unknown_metric(metric, next(iter(done.values())))
-    custom_metrics = next((run.custom_metrics for run in done.values()), ())
-    sign = 1 if higher_is_better(metric, custom_metrics) else -1
-    return max(values, key=lambda candidate: sign * values[candidate], default=None)
+    finished = list(itertools.chain.from_iterable(done.values()))
+    metric = metric_among(finished, metric)
+    values = {candidate: [run.value(metric) for run in runs] for candidate, runs in done.items()}
+    means = {
+        candidate: fmean(numbers)
+        for candidate, own in values.items()
+        if len(numbers := [value for value in own if value is not None]) == len(own)
+    }
+    if done and not means:
+        raise results.unknown_metric(metric, finished[0])
+    sign = 1 if finished and higher_is_better(metric, finished[0].custom_metrics) else -1
+    return max(means, key=lambda candidate: sign * means[candidate], default=None)

@@ -191,9 +191,10 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     if selected:
         metric = plan.metrics[0]
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
-        where = f"on the validation split, seed {plan.select_seed}{length}"
+        over = "mean over seeds" if len(plan.select_seeds) > 1 else "seed"
+        where = f"on the validation split, {over} {', '.join(map(str, plan.select_seeds))}{length}"
         notes.append(f"chosen: best of the candidates tried, by {metric} {where}")
-        notes += [*measured_where_chosen(plan), *_extended(rows)]
+        notes += [*problems_of_choice(plan), *_extended(rows)]
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
     notes += [*_silos(rows), *_same_models(rows), *_below_start(rows), *_made_otherwise(rows)]
@@ -218,14 +219,18 @@ def _extended(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def measured_where_chosen(plan: ComparisonPlan) -> list[str]:
-    """A warning if the chosen candidates are evaluated on the split on which they were chosen."""
-    if not plan.measured_on_validation:
-        return []
-    return [
-        "evaluation.split is val, on which --select chooses, so figures of chosen candidates are too high; "
-        "evaluation.split=test measures them on other items"
-    ]
+def problems_of_choice(plan: ComparisonPlan) -> list[str]:
+    """Warnings if the chosen candidates are evaluated on the split, or with a seed, by which they were chosen."""
+    problems = []
+    if plan.measured_on_validation:
+        problems.append(
+            "evaluation.split is val, on which --select chooses, so figures of chosen candidates are too high; "
+            "evaluation.split=test measures them on other items"
+        )
+    both = [str(seed) for seed in plan.seeds if seed in plan.select_seeds]
+    if both and any(len(entry.candidates) > 1 for entry in plan.entries):
+        problems.append(f"in --seeds and in --select-seeds: {', '.join(both)}; choose with seeds that are not measured")
+    return problems
 
 
 def _summaries(row: Row) -> list[RunSummary]:

@@ -122,6 +122,8 @@ def _audit(run: Path, options: _Options) -> int:
     from fedmq.audit.report import Evidence, differing_page, verdict  # noqa: PLC0415
     from fedmq.audit.signatures import KnownKeys, differences, heads_of, read_expected  # noqa: PLC0415
 
+    if options.shadows % 2 or (options.shadows and not options.with_probe):
+        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
     noted = None if options.expect is None else read_expected(options.expect)
     policy_file, delta = options.policy, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)
@@ -226,8 +228,6 @@ def _show(
 
 def _probed(run: Path, options: _Options) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
-    if options.shadows % 2 or (options.shadows and not options.with_probe):
-        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
     if not options.with_probe:
         return None, None, None
     import protocols  # noqa: PLC0415 - brings torch

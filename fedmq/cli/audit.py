@@ -110,7 +110,10 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    if code := _audit(run, _Options(**given)):
+    options = _Options(**given)
+    if options.shadows % 2 or (options.shadows and not options.with_probe):
+        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
+    if code := _audit(run, options):
         sys.exit(code)
 
 
@@ -122,8 +125,6 @@ def _audit(run: Path, options: _Options) -> int:
     from fedmq.audit.report import Evidence, differing_page, verdict  # noqa: PLC0415
     from fedmq.audit.signatures import KnownKeys, differences, heads_of, read_expected  # noqa: PLC0415
 
-    if options.shadows % 2 or (options.shadows and not options.with_probe):
-        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
     noted = None if options.expect is None else read_expected(options.expect)
     policy_file, delta = options.policy, options.delta
     allowed = None if policy_file is None else policy.read_policy(policy_file)

@@ -75,3 +75,11 @@ def test_a_part_of_the_data_has_items_of_every_silo(tiny: Path) -> None:
 def test_a_bad_scenario_is_refused_by_the_check_too(tiny: Path) -> None:
     done = CliRunner().invoke(cli.app, ["scenario", str(tiny), "--check", "--set", "rounds=0"])
     assert isinstance(done.exception, InputError) and "rounds" in str(done.exception)
+
+
+def test_a_run_with_secure_sums_and_adaptive_clipping_is_estimated_without_them(tiny: Path) -> None:
+    private = "privacy={secure_aggregation: true, clip_norm: 1, adaptive_clip: {noise_multiplier: 0}}"
+    options = ["--check", "--quiet", "--set", "protocol=fedavg", "--set", private]
+    done = CliRunner().invoke(cli.app, ["scenario", str(tiny), *options])
+    assert done.exit_code == 0, done.output
+    assert "faults and secure sums are not considered" in done.stdout

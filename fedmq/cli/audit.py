@@ -110,7 +110,10 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    if code := _audit(run, _Options(**given)):
+    options = _Options(**given)
+    if options.shadows % 2 or (options.shadows and not options.with_probe):
+        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
+    if code := _audit(run, options):
         sys.exit(code)
 
 
@@ -226,8 +229,6 @@ def _show(
 
 def _probed(run: Path, options: _Options) -> _Probed:
     """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
-    if options.shadows % 2 or (options.shadows and not options.with_probe):
-        raise InputError("--shadows", options.shadows, "an even number, together with --probe")
     if not options.with_probe:
         return None, None, None
     import protocols  # noqa: PLC0415 - brings torch

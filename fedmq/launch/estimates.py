@@ -306,7 +306,8 @@ def _estimates(run: ResolvedRun, population: Population) -> Iterator[str]:
     items = "" if found.on_all_items else ", on a part of the items"
     tasks = f"the first {found.rehearsed} tasks, carried out in this process{items}"
     basis = tasks if found.rehearsed else "one training step"
-    yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; faults are not considered"
+    left_out = "faults are" if run.scenario.privacy.secure_aggregation is None else "faults and secure sums are"
+    yield f"basis: {basis}; measured accuracy on two cores: {TOLERANCE}; {left_out} not considered"
     for warning in check_warnings(run, population, found.merges, found.most_items):
         yield f"warning: {warning.text}"
 

@@ -95,8 +95,10 @@ def synthetic_features(path: Path, *, train: int, test: int, width: int, labels:
     latent = generator.standard_normal((train + test, width), dtype=np.float32)
     noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
     image, text = latent + 0.5 * noise
-    named = {"labels": generator.random((train + test, labels)) < 3 / labels} if labels else {}
-    np.savez(path, image=image, text=text[:, None], split=np.array(["train"] * train + ["test"] * test), **named)
+    arrays: dict[str, Any] = {"image": image, "text": text[:, None], "split": ["train"] * train + ["test"] * test}
+    if labels:
+        arrays["labels"] = generator.random((train + test, labels)) < 3 / labels
+    np.savez(path, **arrays)
     return {"data": {"name": "features", "path": str(path)}, "backbone": {"name": "features"}}
 
 

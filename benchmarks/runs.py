@@ -64,22 +64,24 @@ class Roster:
     selected: int  # number of silos that train in each round
     missing: float = 0.5  # share of the silos with one modality
     test: int = 20  # number of test items; at least one for each silo
+    labels: int = 0  # number of labels, of which an item has three on average; 0 for none
+    batch: int = 20  # batch size
 
 
 def roster_scenario(folder: Path, roster: Roster) -> Path:
     """Write the scenario of a roster, and its features, into a folder."""
     name = f"roster-{roster.silos}-{roster.items}-{roster.width}"
-    test = max(roster.silos, roster.test)
+    path, test = folder / f"{name}.npz", max(roster.silos, roster.test)
     scenario: dict[str, Any] = {
         "name": name,
         "rounds": roster.rounds,
         "participation": roster.selected / roster.silos,
         "protocol": {"name": "rcsr"},
-        **synthetic_features(folder / f"{name}.npz", train=roster.items, test=test, width=roster.width),
+        **synthetic_features(path, train=roster.items, test=test, width=roster.width, labels=roster.labels),
         "silos": {"count": roster.silos},
         "partition": {"kind": "iid"},
         "missing_modality": {"rate": roster.missing},
-        "training": {"learning_rate": 1.0e-3, "batch_size": 20, "warmup_rounds": 0},
+        "training": {"learning_rate": 1.0e-3, "batch_size": roster.batch, "warmup_rounds": 0},
         "evaluation": {"every": 0},
     }
     path = folder / f"{name}.yaml"
@@ -87,13 +89,16 @@ def roster_scenario(folder: Path, roster: Roster) -> Path:
     return path
 
 
-def synthetic_features(path: Path, *, train: int, test: int, width: int) -> dict[str, Any]:
+def synthetic_features(path: Path, *, train: int, test: int, width: int, labels: int = 0) -> dict[str, Any]:
     """Write synthetic features of pairs, and return a scenario's sections ``data`` and ``backbone`` that read them."""
     generator = np.random.default_rng(0)
     latent = generator.standard_normal((train + test, width), dtype=np.float32)
     noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
     image, text = latent + 0.5 * noise
-    np.savez(path, image=image, text=text[:, None], split=np.array(["train"] * train + ["test"] * test))
+    arrays: dict[str, Any] = {"image": image, "text": text[:, None], "split": ["train"] * train + ["test"] * test}
+    if labels:
+        arrays["labels"] = generator.random((train + test, labels)) < 3 / labels
+    np.savez(path, **arrays)
     return {"data": {"name": "features", "path": str(path)}, "backbone": {"name": "features"}}
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedmq.errors import ConflictError
+
 #: Numbers as YAML has them, not true or false and not texts.
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
@@ -52,11 +54,11 @@ class MissingModality(Part):
     @model_validator(mode="after")
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:
-            raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+            raise ConflictError("missing_modality.rate", "and missing_modality.silos: give one of them")
         if self.silos and self.per == "item":
-            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
+            raise ConflictError("missing_modality.silos", "names whole silos: it needs missing_modality.per silo")
         if self.only and self.rate == 0:
-            raise ValueError("missing_modality.only needs missing_modality.rate above 0")
+            raise ConflictError("missing_modality.only", "needs missing_modality.rate above 0")
         return self
 
 
@@ -122,7 +124,9 @@ class Robust(Part):
         useless = {"trimmed_mean": ("trim", self.trim), "krum": ("byzantine", self.byzantine)}
         name, value = useless.get(self.rule, ("", 1.0))
         if not value:
-            raise ValueError(f"aggregation.robust.{name} is 0: {self.rule} would trust every reply, like rule: none")
+            raise ConflictError(
+                f"aggregation.robust.{name}", f"is 0: {self.rule} would trust every reply, like rule: none"
+            )
         return self
 
 
@@ -240,11 +244,13 @@ class Participation(Part):
     def _trace_where_needed(self) -> Participation:
         given = (self.trace is not None) + (self.diurnal is not None)
         if self.kind == "availability" and given != 1:
-            raise ValueError("participation.kind availability needs participation.trace or participation.diurnal")
+            raise ConflictError("participation.kind", "availability needs participation.trace or participation.diurnal")
         if self.kind != "availability" and (given or self.repeat):
-            raise ValueError("participation.trace, .repeat and .diurnal need participation.kind availability")
+            raise ConflictError(
+                "participation.kind", "must be availability with participation.trace, .repeat or .diurnal"
+            )
         if self.repeat and self.trace is None:
-            raise ValueError("participation.repeat needs participation.trace")
+            raise ConflictError("participation.repeat", "needs participation.trace")
         return self
 
 
@@ -325,11 +331,11 @@ class Cost(Part):
     @model_validator(mode="after")
     def _shares_fit(self) -> Cost:
         if sum(machines.share for machines in self.classes.values()) > 1.0 + 1e-9:
-            raise ValueError("the shares of cost.classes must sum to at most 1")
+            raise ConflictError("cost.classes", "must have shares that sum to at most 1")
         named = [silo for machines in self.classes.values() for silo in machines.silos]
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
-            raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")
+            raise ConflictError("cost.classes", f"lists {twice} more than once; keep it in one class")
         return self
 
 
@@ -444,17 +450,21 @@ class Evaluation(Part):
 
     @model_validator(mode="after")
     def _validation_decides(self) -> Evaluation:
-        decides = "keep best" if self.keep == "best" else "patience" if self.patience is not None else None
-        if decides is not None and self.split != "val":
-            raise ValueError(f"evaluation.{decides} needs evaluation.split val: test items must not choose the model")
+        if (self.keep == "best" or self.patience is not None) and self.split != "val":
+            key, needs = ("keep", "best needs") if self.keep == "best" else ("patience", "needs")
+            raise ConflictError(
+                f"evaluation.{key}", f"{needs} evaluation.split val: test items must not choose the model"
+            )
         if self.patience is not None and not self.every:
-            raise ValueError("evaluation.patience needs evaluation.every above 0")
+            raise ConflictError("evaluation.patience", "needs evaluation.every above 0")
         return self
 
     @model_validator(mode="after")
     def _no_query_finds_itself(self) -> Evaluation:
         if self.within and self.gallery != "database":
-            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+            raise ConflictError(
+                "evaluation.within", "needs evaluation.gallery database: in the split a query finds itself"
+            )
         return self
 
 

@@ -29,6 +29,7 @@ from fedmq.config.sections import (
     Positive,
     Silos,
     Whole,
+    Width,
     Wire,
     silo_names,
 )
@@ -112,14 +113,14 @@ class Backbone(Part):
     end_to_end: bool = Field(
         False, description="also train the image network of a .mat file, starting from its weights; updates include it"
     )
-    bottleneck: Count = Field(64, description="bottleneck width of the adapters; lora: rank")
+    bottleneck: Width = Field(64, description="bottleneck width of the adapters; lora: rank")
     adapter: Literal["bottleneck", "mma", "lora"] = Field(
         "bottleneck",
         description="kind; after each block or the features; mma: with a middle layer of both towers; lora: low-rank",
     )
     adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output; lora: alpha / rank")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
-    dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
+    dim: Width | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
@@ -162,8 +163,8 @@ class Objective(BaseModel):
         description="base loss: info_nce, which trains adapters and heads; one listed by `fedmq losses`, most of which "
         "train hash networks; or your own Python file: ./mine.py",
     )
-    bits: Count | None = Field(None, description="code length; null: the base loss's default (`fedmq losses`)")
-    hidden: Count | None = Field(None, description="width of the layer before the code; null: the base loss's default")
+    bits: Width | None = Field(None, description="code length; null: the base loss's default (`fedmq losses`)")
+    hidden: Width | None = Field(None, description="width of the layer before the code; null: the base loss's default")
 
     @property
     def options(self) -> Mapping[str, object]:
@@ -192,7 +193,7 @@ class Partition(Part):
         description="column: name of the manifest's column or of the features file's key; the silos get its distinct "
         "values in sorted order",
     )
-    alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
+    alpha: Number = Field(0.1, gt=0.0, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="dir_clusters: number of text clusters")
     classes_per_silo: Count = Field(
         3,
@@ -213,7 +214,7 @@ class Partition(Part):
         "n_gk = n_g p_gk / sum_j p_gj, with dir_clusters; equal sizes with iid. equal: n/K items each, sampled by the "
         "silos in turn. dirichlet: sizes from a Dirichlet distribution. equal and dirichlet need dir_clusters or iid",
     )
-    sizes_alpha: Positive = Field(0.5, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
+    sizes_alpha: Number = Field(0.5, gt=0.0, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
     least: Count = Field(1, description="minimum training items of a silo; smaller silos take items from the largest")
 
     @model_validator(mode="after")
@@ -295,8 +296,10 @@ class Scenario(Part):
         pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$",
         description="name of the run, for folders and tables: at most 48 lower-case letters, digits, `_`, `.` and `-`",
     )
-    seed: Whole = Field(0, ge=0, lt=2**63, description="seed from which all random draws are derived")
-    rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
+    seed: Whole = Field(0, ge=0, description="seed from which all random draws are derived")
+    rounds: Whole = Field(
+        200, ge=1, le=10**6, description="number of merges of the shared model, in every aggregation mode"
+    )
     participation: Participation = Participation()
     protocol: ProtocolChoice
     data: Data | None = Field(

@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fedmq.errors import ConflictError
 
 #: Numbers as YAML has them, not true or false and not texts.
-Whole = Annotated[int, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, lt=2**63)]
 Number = Annotated[float, Field(strict=True)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
-Positive = Annotated[Number, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[Number, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0.0, le=1e12)]
+NonNegative = Annotated[Number, Field(ge=0.0, le=1e12)]
 Count = Annotated[Whole, Field(ge=1, le=10**9)]
+#: Width of a layer.
+Width = Annotated[Whole, Field(ge=1, le=8192)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 
@@ -145,7 +147,7 @@ class Aggregation(Part):
     over_select: Number = Field(
         1.0,
         ge=1.0,
-        allow_inf_nan=False,
+        le=1e12,
         description="sync: selects this multiple of the cohort, merges the first replies",
     )
     buffer: Count | None = Field(
@@ -159,7 +161,7 @@ class Aggregation(Part):
         description="buffered and async: fraction of a merge's step that is applied; null: 1 and 0.6, respectively",
     )
     staleness: Staleness = Staleness()
-    balance: Annotated[Number, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
+    balance: Annotated[Number, Field(ge=1.0, le=1e12)] | None = Field(
         None,
         description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
         "those of frequently merged silos down; null: no reweighting",
@@ -307,12 +309,12 @@ class Cost(Part):
     seconds_per_sample: NonNegative = Field(
         0.01, description="compute time per sample and epoch on an average silo [s]"
     )
-    speed_sigma: NonNegative = Field(0.5, description="log-normal spread of silo speeds")
+    speed_sigma: Number = Field(0.5, ge=0.0, le=10.0, description="log-normal spread of silo speeds")
     classes: dict[Name, DeviceClass] = Field(default_factory=dict, description="device classes, by name")
     jitter: Literal["lognormal", "pareto"] = Field(
         "lognormal", description="distribution of a task's time factor; median 1"
     )
-    jitter_sigma: NonNegative = Field(0.1, description="lognormal: spread between tasks")
+    jitter_sigma: Number = Field(0.1, ge=0.0, le=10.0, description="lognormal: spread between tasks")
     jitter_tail: Positive = Field(1.5, description="pareto: tail exponent; smaller means a heavier tail")
     latency: NonNegative = Field(0.05, description="one-way latency [s]")
     bandwidth: Positive = Field(10e6, description="bandwidth of a silo's link, each way [bytes/s]")

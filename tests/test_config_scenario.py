@@ -7,13 +7,17 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+import protocols
 from fedmq.audit.policy import read_policy
 from fedmq.config import resolve as scenarios
 from fedmq.config import yaml_files
@@ -417,3 +421,39 @@ def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:
     own = {"name": "own", **COMMON, "partition": {"kind": "own"}, "protocol": {"name": "creamfl_public"}}
     with pytest.raises(InputError, match=r"creamfl_public.*with partition\.kind own the sites state none"):
         run_of(Scenario.model_validate(own))
+
+
+def numeric(annotation: Any, key: str = "") -> Iterator[tuple[str, type]]:
+    """Keys of the numbers in a section, and of its parts, each with its type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from numeric(field.annotation, f"{key}.{name}".lstrip("."))
+    elif annotation in (int, float):
+        yield key, annotation
+    elif get_origin(annotation) not in (tuple, dict):
+        for part in get_args(annotation):
+            yield from numeric(part, key)
+
+
+def test_no_number_is_too_large_to_compute_with() -> None:
+    numbers = [*numeric(Scenario)]
+    assert {"rounds", "privacy.clip_norm", "privacy.adaptive_clip.rate", "cost.bandwidth"} <= dict(numbers).keys()
+    for key, kind in numbers:
+        with pytest.raises(InputError, match=f"--set {key}|budget.epsilon: found .nothing"):
+            read(Path("smoke"), [f"{key}={10**300 if kind is int else '1.0e+300'}"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"backbone.{key}=100000" for key in ("bottleneck", "dim")),
+        *(f"objective={{base: dscmr, {key}: 100000}}" for key in ("bits", "hidden")),
+        "protocol={name: rcsr, personal_hidden: 100000}",
+        "protocol={name: fedhap, disc_hidden: 100000}",
+        "cost.speed_sigma=50",
+        "rounds=2000000",
+    ],
+)
+def test_a_size_that_would_take_hours_is_refused(setting: str) -> None:
+    with pytest.raises(InputError, match="allowed: less than or equal to"):
+        resolve(read(Path("smoke"), [setting]), protocols)

@@ -246,7 +246,7 @@ class Scaled(TaskFault):
     """Byzantine: the update is scaled."""
 
     kind: Literal["scaled"] = "scaled"
-    factor: Number = Field(10.0, allow_inf_nan=False, description="scale factor")
+    factor: Number = Field(10.0, ge=-1e12, le=1e12, description="scale factor")
 
 
 class Noise(TaskFault):

@@ -18,7 +18,7 @@ from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
 _RANGE = re.compile(r"(\d+)-(\d*)")
-_NOTICED = Field(4.0, gt=0.0, description="time until the coordinator notices, by default two heartbeats [s]")
+_NOTICED = Field(4.0, description="time until the coordinator notices, by default two heartbeats [s]")
 
 
 class Fault(Part):
@@ -62,7 +62,7 @@ class Fault(Part):
 class TaskFault(Fault):
     """A fault of single tasks."""
 
-    time: tuple[NonNegative, Annotated[Number, Field(gt=0.0)]] | None = Field(
+    time: tuple[NonNegative, Positive] | None = Field(
         None, description="window [from, to] on the run's clock [s] in which the task was sent"
     )
     probability: Fraction = Field(1.0, gt=0.0, description="probability per task")
@@ -115,7 +115,7 @@ class Leave(TaskFault):
         None, description="time from one absence to the next [s]; each silo has its own phase"
     )
     away: Positive | None = Field(None, description="length of an absence [s]; needs every")
-    noticed: Number = _NOTICED
+    noticed: Positive = _NOTICED
 
     @model_validator(mode="after")
     def _some_window(self) -> Leave:
@@ -134,7 +134,7 @@ class Split(TaskFault):
     """The network is partitioned: for a while, these silos and the coordinator cannot reach each other."""
 
     kind: Literal["split"] = "split"
-    noticed: Number = _NOTICED
+    noticed: Positive = _NOTICED
 
     @model_validator(mode="after")
     def _needs_time(self) -> Split:

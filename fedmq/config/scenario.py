@@ -26,6 +26,7 @@ from fedmq.config.sections import (
     Number,
     Part,
     Participation,
+    Passes,
     Positive,
     Silos,
     Whole,
@@ -86,7 +87,7 @@ class Data(Part):
         None, description="number of training items to sample; the rest is only in the gallery (database)"
     )
     split_seed: Whole = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
-    frames: Count = Field(12, description="frames per video, evenly spaced")
+    frames: Count = Field(12, le=10_000, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip", "keep"] = Field(
         "refuse",
@@ -241,7 +242,7 @@ class Training(Part):
         (0.9, 0.999), description="adam and adamw: decay rates of the two moment estimates"
     )
     batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
-    local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
+    local_epochs: Passes = Field(1, description="epochs over the silo's dataset per task")
     validation: Number = Field(
         0.0,
         ge=0.0,
@@ -378,7 +379,7 @@ class Scenario(Part):
             raise ValueError(f"{twice[0]} is listed twice")
         return value
 
-    @field_validator("participation", mode="before", json_schema_input_type=float | Participation)
+    @field_validator("participation", mode="before", json_schema_input_type=Fraction | Participation)
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}

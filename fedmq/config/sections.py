@@ -18,8 +18,10 @@ Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 Positive = Annotated[Number, Field(gt=0.0, le=1e12)]
 NonNegative = Annotated[Number, Field(ge=0.0, le=1e12)]
 Count = Annotated[Whole, Field(ge=1, le=10**9)]
-#: Width of a layer.
+#: Width of a layer, or number of rows of a table.
 Width = Annotated[Whole, Field(ge=1, le=8192)]
+#: Passes over a silo's items in one task.
+Passes = Annotated[Whole, Field(ge=1, le=10_000)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 
@@ -315,7 +317,7 @@ class Cost(Part):
         "lognormal", description="distribution of a task's time factor; median 1"
     )
     jitter_sigma: Number = Field(0.1, ge=0.0, le=10.0, description="lognormal: spread between tasks")
-    jitter_tail: Positive = Field(1.5, description="pareto: tail exponent; smaller means a heavier tail")
+    jitter_tail: Positive = Field(1.5, ge=0.1, description="pareto: tail exponent; smaller means a heavier tail")
     latency: NonNegative = Field(0.05, description="one-way latency [s]")
     bandwidth: Positive = Field(10e6, description="bandwidth of a silo's link, each way [bytes/s]")
     down_bandwidth: Positive | None = Field(None, description="bandwidth to the silo; null: `bandwidth` [bytes/s]")

@@ -24,8 +24,6 @@ Width = Annotated[Whole, Field(ge=1, le=8192)]
 Passes = Annotated[Whole, Field(ge=1, le=10_000)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
-
-
 #: A Python file that defines metrics, or the name of an installed metric.
 MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 

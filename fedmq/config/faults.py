@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Number, Part, Positive, Whole, Wire
+from fedmq.errors import ConflictError
 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
@@ -303,3 +304,24 @@ def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:
     """The silo names that faults list."""
     aims = [fault.silos for fault in faults if isinstance(fault, Fault)]
     return frozenset(name for aim in aims if not isinstance(aim, str) for name in aim)
+
+
+def check_own_data(faults: Sequence[AnyFault], minimum: int | None) -> None:
+    """Refuse faults that sites with their own data cannot have.
+
+    Args:
+        faults: of the scenario.
+        minimum: ``participation.minimum``.
+
+    Raises:
+        ConflictError: what was found and why.
+    """
+    groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in faults}
+    if minimum is not None and groups:
+        raise ConflictError(
+            "faults",
+            f"silos {min(groups)} with partition.kind own and participation.minimum; which silos "
+            "belong to it is not known until all have stated their data, so list silos by name",
+        )
+    if others := sorted({fault.kind for fault in faults} & {"drift", "modality_gained"}):
+        raise ConflictError("faults", f"of kind {others[0]} need data of other silos; not with partition.kind own")

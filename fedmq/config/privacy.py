@@ -197,7 +197,7 @@ class Privacy(Part):
     ) -> None:
         """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
 
-        Also refuses noise in local steps with faults that change a silo's items.
+        Also refuses noise in local steps with faults that change a silo's items, and noise from keys without keys.
 
         Raises:
             ValueError: the keys, what was found, and why.
@@ -205,6 +205,11 @@ class Privacy(Part):
         changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
         if self.items is not None and changing:  # epsilon counts one set of groups
             raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
+        if self.noise_from == "key" and launcher == "inline":
+            raise ConflictError(
+                "privacy.noise_from",
+                "key needs launcher local or none, as inline silos have no keys (compare and sweep: add --processes)",
+            )
         if self.secure_aggregation is None:
             for fault in faults:
                 if isinstance(fault, StepFault) and fault.step != "train":

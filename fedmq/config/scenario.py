@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, check_own_data, named_silos
 from fedmq.config.plug_ins import label
 from fedmq.config.privacy import Privacy
 from fedmq.config.sections import (
@@ -416,9 +416,7 @@ class Scenario(Part):
                 f"training.warmup_rounds as well, e.g. to {self.schedule_rounds // 2}",
             )
         if not self.training.rate_at(self.rounds - 1, self.schedule_rounds) > 0:
-            raise ConflictError(
-                "training.decay_to", "gives the last round learning rate 0: raise it or training.step_factor"
-            )
+            raise ConflictError("training.decay_to", "gives a last rate of 0: raise it or training.step_factor")
         robust, count, minimum = self.aggregation.robust, len(self.silo_names), self.participation.minimum
         if not count:
             raise ConflictError("silos.without", "names all silos: leave at least one")
@@ -429,11 +427,6 @@ class Scenario(Part):
             raise ConflictError(
                 "aggregation.robust.keep", f"({robust.keep}) must be below {number}: krum would keep all replies"
             )
-        if self.privacy.noise_from == "key" and self.launcher == "inline":
-            raise ConflictError(
-                "privacy.noise_from",
-                "key needs launcher local or none, as inline silos have no keys (compare and sweep: add --processes)",
-            )
         self.privacy.check_budget(self.aggregation)
         self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
         return self
@@ -443,30 +436,20 @@ class Scenario(Part):
         if (self.data is None) is not (self.partition.kind == "own"):
             if self.data is None:
                 raise ValueError("a section data; only with partition.kind own are the data in each silo's site file")
-            raise ConflictError(
-                "data", "with partition.kind own; remove the section, as each site file has its silo's data"
-            )
+            raise ConflictError("data", "with partition.kind own; remove it, as each site file has its silo's data")
         if self.data is not None and self.data.column != self.partition.column:
             raise ConflictError(
                 "data.column", f"({self.data.column}) must be partition.column ({self.partition.column})"
             )
         if self.data is None and self.missing_modality != MissingModality():
             raise ConflictError("missing_modality", "with partition.kind own; a site file lists its silo's modalities")
-        groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in self.faults}
-        if self.data is None and self.participation.minimum is not None and groups:
-            raise ConflictError(
-                "faults",
-                f"silos {min(groups)} with partition.kind own and participation.minimum; which silos "
-                "belong to it is not known until all have stated their data, so list silos by name",
-            )
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:
             raise ConflictError(
                 "evaluation.keep", "best and patience need an evaluator: evaluation.heldout shared or both"
             )
-        others = sorted({fault.kind for fault in self.faults} & {"drift", "modality_gained"})
-        if self.data is None and others:
-            raise ConflictError("faults", f"of kind {others[0]} need data of other silos; not with partition.kind own")
+        if self.data is None:
+            check_own_data(self.faults, self.participation.minimum)
         if self.data is not None and self.evaluation.heldout in ("own", "both"):
             raise ConflictError("evaluation.heldout", f"{self.evaluation.heldout} needs partition.kind own")
 

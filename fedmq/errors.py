@@ -37,6 +37,19 @@ class InputError(FedmqError):
         super().__init__(printable(f"{place}: found {found!r}, allowed: {allowed}"))
 
 
+class ConflictError(ValueError):
+    """Keys of a scenario do not fit together; pydantic catches it, and the user gets an InputError.
+
+    Args:
+        key: the key that is refused, e.g. ``partition.shots``; its line is the error's place.
+        why: the rest of the sentence.
+    """
+
+    def __init__(self, key: str, why: str) -> None:
+        self.key = key
+        super().__init__(f"{key} {why}")
+
+
 class DataItemError(InputError):
     """An item of a data set cannot be used; the message ends with the command that lists all problems of the data."""
 

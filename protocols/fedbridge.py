@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedmq.config.sections import Count, Fraction, Modality, NonNegative, Number, Positive
+from fedmq.config.sections import Count, Fraction, Modality, NonNegative, Number, Positive, Width
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
@@ -85,7 +85,7 @@ class FedBridgeOptions(personal_adapter.AdapterOptions, TauOptions):
 
     tau_teacher: Positive = 0.05
     warmup: Fraction = 0.4
-    centroids: Count = 16
+    centroids: Width = 16
     support: Count = 4
     lambda_pseudo: NonNegative = 1.0
     lambda_pair: NonNegative = 1.0

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.config.scenario import Training
-from fedmq.config.sections import Count, NonNegative
+from fedmq.config.sections import NonNegative, Width
 from fedmq.data.labels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import (
@@ -224,7 +224,7 @@ class FedHapOptions(fedavg.AnchoredOptions):
     eq8: Eq8 = "corrected"
     adv_g: Adversarial = "nonsat"
     adv_input: Literal["ste", "relaxed"] = "ste"
-    disc_hidden: Count = 128
+    disc_hidden: Width = 128
     share_disc: bool = True
     proto_counts: bool = True
     hysteresis: NonNegative | None = None

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.config.sections import Count
+from fedmq.config.sections import Passes
 from fedmq.federation.protocol import Context, Local, Task
 from protocols.fedavg import AnchoredOptions
 from protocols.fedper import TOP
@@ -37,7 +37,7 @@ class FedRepOptions(AnchoredOptions):
         head_epochs: epochs of the head in each task, before those of the body.
     """
 
-    head_epochs: Count = 10
+    head_epochs: Passes = 10
 
 
 class FedRep(PartialFedAvg):

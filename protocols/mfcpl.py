@@ -36,7 +36,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedmq.config.sections import NonNegative, Positive
+from fedmq.config.sections import NonNegative, Positive, Width
 from fedmq.data.labels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import (
@@ -90,7 +90,7 @@ class MfcplOptions(fedavg.AnchoredOptions):
     cma: NonNegative = 1.0
     proto_tau: Positive = 0.5
     contrast: Literal["complete", "other"] = "complete"
-    classes: Annotated[int, Field(ge=2)] = 10
+    classes: Annotated[Width, Field(ge=2)] = 10
 
 
 def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor:

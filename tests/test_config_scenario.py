@@ -7,13 +7,17 @@ import math
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+import protocols
 from fedmq.audit.policy import read_policy
 from fedmq.config import resolve as scenarios
 from fedmq.config import yaml_files
@@ -417,3 +421,46 @@ def test_a_method_with_public_items_is_refused_on_sites_own_data() -> None:
     own = {"name": "own", **COMMON, "partition": {"kind": "own"}, "protocol": {"name": "creamfl_public"}}
     with pytest.raises(InputError, match=r"creamfl_public.*with partition\.kind own the sites state none"):
         run_of(Scenario.model_validate(own))
+
+
+def without_limit(schema: Any, place: str) -> Iterator[str]:
+    """Places of the numbers in a JSON schema that have no upper limit."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number") and not {"maximum", "exclusiveMaximum", "enum"} & schema.keys():
+            yield place
+        for key, part in schema.items():
+            yield from without_limit(part, f"{place}.{key}")
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from without_limit(part, place)
+
+
+def test_every_number_has_an_upper_limit() -> None:
+    schemas: list[Any] = [protocols.load(name).Options for name in protocols.names()]
+    schemas += [protocols.loss(name).options for name in protocols.losses()]
+    found = [*without_limit(Scenario.model_json_schema(), "scenario")]
+    for schema in schemas:
+        for name, hint in get_type_hints(schema, include_extras=True).items():
+            if get_origin(hint) is not ClassVar:
+                found += without_limit(TypeAdapter(hint).json_schema(), f"{schema.__name__}.{name}")
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"backbone.{key}=100000" for key in ("bottleneck", "dim")),
+        *(f"objective={{base: dscmr, {key}: 100000}}" for key in ("bits", "hidden")),
+        "protocol={name: rcsr, personal_hidden: 100000}",
+        "protocol={name: fedhap, disc_hidden: 100000}",
+        "protocol={name: fedrep, head_epochs: 100000}",
+        "protocol={name: mfcpl, classes: 100000}",
+        "training.local_epochs=100000",
+        "faults=[{kind: drop, time: [0, 1.0e+300]}]",
+        "cost.speed_sigma=50",
+        "rounds=2000000",
+    ],
+)
+def test_a_size_that_would_take_hours_is_refused(setting: str) -> None:
+    with pytest.raises(InputError, match="allowed: less than or equal to"):
+        resolve(read(Path("smoke"), [setting]), protocols)

@@ -82,7 +82,11 @@ def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_is_the_same_
 @pytest.mark.parametrize(
     ("setting", "place", "allowed"),
     [
-        ("aggregation.mode=async", "aggregation.mode sync, not async", "only a whole round has a sum"),
+        (
+            "aggregation.mode=async",
+            "--set privacy.secure_aggregation: found 'keys that do not fit together'",
+            "aggregation.mode sync, not async: only a whole round has a sum",
+        ),
         ("aggregation.robust.rule=krum", "aggregation.robust.rule none, not krum", "a rule compares single updates"),
         ("compression.updates.kind=int8", "compression.updates.kind none, not int8", "cannot be compressed"),
         ("launcher=inline", "launcher local or none, not inline", "their own keys"),

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from fedmq.config.sections import Count, Fraction, Modality, Name, NonNegative, Number, Part, Positive, Whole, Wire
+from fedmq.errors import ConflictError
 
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
 _RANGE = re.compile(r"(\d+)-(\d*)")
-_NOTICED = Field(4.0, gt=0.0, description="time until the coordinator notices, by default two heartbeats [s]")
+_NOTICED = Field(4.0, description="time until the coordinator notices, by default two heartbeats [s]")
 
 
 class Fault(Part):
@@ -62,7 +63,7 @@ class Fault(Part):
 class TaskFault(Fault):
     """A fault of single tasks."""
 
-    time: tuple[NonNegative, Annotated[Number, Field(gt=0.0)]] | None = Field(
+    time: tuple[NonNegative, Positive] | None = Field(
         None, description="window [from, to] on the run's clock [s] in which the task was sent"
     )
     probability: Fraction = Field(1.0, gt=0.0, description="probability per task")
@@ -115,7 +116,7 @@ class Leave(TaskFault):
         None, description="time from one absence to the next [s]; each silo has its own phase"
     )
     away: Positive | None = Field(None, description="length of an absence [s]; needs every")
-    noticed: Number = _NOTICED
+    noticed: Positive = _NOTICED
 
     @model_validator(mode="after")
     def _some_window(self) -> Leave:
@@ -134,7 +135,7 @@ class Split(TaskFault):
     """The network is partitioned: for a while, these silos and the coordinator cannot reach each other."""
 
     kind: Literal["split"] = "split"
-    noticed: Number = _NOTICED
+    noticed: Positive = _NOTICED
 
     @model_validator(mode="after")
     def _needs_time(self) -> Split:
@@ -246,7 +247,7 @@ class Scaled(TaskFault):
     """Byzantine: the update is scaled."""
 
     kind: Literal["scaled"] = "scaled"
-    factor: Number = Field(10.0, allow_inf_nan=False, description="scale factor")
+    factor: Number = Field(10.0, ge=-1e12, le=1e12, description="scale factor")
 
 
 class Noise(TaskFault):
@@ -303,3 +304,24 @@ def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:
     """The silo names that faults list."""
     aims = [fault.silos for fault in faults if isinstance(fault, Fault)]
     return frozenset(name for aim in aims if not isinstance(aim, str) for name in aim)
+
+
+def check_own_data(faults: Sequence[AnyFault], minimum: int | None) -> None:
+    """Refuse faults that sites with their own data cannot have.
+
+    Args:
+        faults: of the scenario.
+        minimum: ``participation.minimum``.
+
+    Raises:
+        ConflictError: what was found and why.
+    """
+    groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in faults}
+    if minimum is not None and groups:
+        raise ConflictError(
+            "faults",
+            f"silos {min(groups)} with partition.kind own and participation.minimum; which silos "
+            "belong to it is not known until all have stated their data, so list silos by name",
+        )
+    if others := sorted({fault.kind for fault in faults} & {"drift", "modality_gained"}):
+        raise ConflictError("faults", f"of kind {others[0]} need data of other silos; not with partition.kind own")

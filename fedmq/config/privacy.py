@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fedmq.config.faults import AnyFault, Persistent, StepFault
 from fedmq.config.sections import Aggregation, Compression, Count, Fraction, NonNegative, Number, Part, Positive
+from fedmq.errors import ConflictError
 
 #: Smallest and largest noise multiplier above 0 in a run with secure sums.
 NOISE_OF_SUMS = (0.01, 256.0)
@@ -28,6 +29,7 @@ class SecureAggregation(Part):
     min_contributors: Number = Field(
         2.0,
         ge=1.0,
+        le=1e12,
         description="smallest effective number of silos in a branch's sum, 1 / sum(w^2) of its relative weights w; a "
         "branch with fewer is left as it is",
     )
@@ -195,7 +197,7 @@ class Privacy(Part):
     ) -> None:
         """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
 
-        Also refuses noise in local steps with faults that change a silo's items.
+        Also refuses noise in local steps with faults that change a silo's items, and noise from keys without keys.
 
         Raises:
             ValueError: the keys, what was found, and why.
@@ -203,10 +205,15 @@ class Privacy(Part):
         changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
         if self.items is not None and changing:  # epsilon counts one set of groups
             raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
+        if self.noise_from == "key" and launcher == "inline":
+            raise ConflictError(
+                "privacy.noise_from",
+                "key needs launcher local or none, as inline silos have no keys (compare and sweep: add --processes)",
+            )
         if self.secure_aggregation is None:
             for fault in faults:
                 if isinstance(fault, StepFault) and fault.step != "train":
-                    raise ValueError(f"faults: step {fault.step} needs privacy.secure_aggregation")
+                    raise ConflictError("faults", f"step {fault.step} needs privacy.secure_aggregation")
             return
         for place, found, allowed, why in (
             ("aggregation.mode", aggregation.mode, ("sync",), "only a whole round has a sum"),
@@ -216,12 +223,12 @@ class Privacy(Part):
         ):
             if found not in allowed:
                 values = " or ".join(allowed)
-                raise ValueError(f"privacy.secure_aggregation needs {place} {values}, not {found}: {why}")
+                raise ConflictError("privacy.secure_aggregation", f"needs {place} {values}, not {found}: {why}")
         least, most = NOISE_OF_SUMS
         for key, multiplier in self.multipliers.items():
             if multiplier and not least <= multiplier <= most:
                 why = "other noise is too few or too many steps of the fixed point"
                 allowed_here = f"0, or {least:g} to {most:g}"
-                raise ValueError(
-                    f"privacy.secure_aggregation needs privacy.{key} {allowed_here}, not {multiplier:g}: {why}"
+                raise ConflictError(
+                    "privacy.secure_aggregation", f"needs privacy.{key} {allowed_here}, not {multiplier:g}: {why}"
                 )

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
-from fedmq.config.faults import ON_MESSAGES, AnyFault, named_silos
+from fedmq.config.faults import ON_MESSAGES, AnyFault, check_own_data, named_silos
 from fedmq.config.plug_ins import label
 from fedmq.config.privacy import Privacy
 from fedmq.config.sections import (
@@ -26,13 +26,15 @@ from fedmq.config.sections import (
     Number,
     Part,
     Participation,
+    Passes,
     Positive,
     Silos,
     Whole,
+    Width,
     Wire,
     silo_names,
 )
-from fedmq.errors import InputError
+from fedmq.errors import ConflictError, InputError
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "csv"]
 Decay = Annotated[Number, Field(ge=0.0, lt=1.0)]
@@ -85,7 +87,7 @@ class Data(Part):
         None, description="number of training items to sample; the rest is only in the gallery (database)"
     )
     split_seed: Whole = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
-    frames: Count = Field(12, description="frames per video, evenly spaced")
+    frames: Count = Field(12, le=10_000, description="frames per video, evenly spaced")
     captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip", "keep"] = Field(
         "refuse",
@@ -112,14 +114,14 @@ class Backbone(Part):
     end_to_end: bool = Field(
         False, description="also train the image network of a .mat file, starting from its weights; updates include it"
     )
-    bottleneck: Count = Field(64, description="bottleneck width of the adapters; lora: rank")
+    bottleneck: Width = Field(64, description="bottleneck width of the adapters; lora: rank")
     adapter: Literal["bottleneck", "mma", "lora"] = Field(
         "bottleneck",
         description="kind; after each block or the features; mma: with a middle layer of both towers; lora: low-rank",
     )
     adapter_scale: NonNegative = Field(0.5, description="mma, lora: factor of the adapters' output; lora: alpha / rank")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x)")
-    dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
+    dim: Width | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
@@ -130,19 +132,21 @@ class Backbone(Part):
     def _site_fits(self) -> Backbone:
         if self.text_encoder is not None and (self.name == "features" or self.adapter_site == "blocks"):
             other = "backbone.name features" if self.name == "features" else "backbone.adapter_site blocks"
-            raise ValueError(f"backbone.text_encoder cannot be combined with {other}")
+            raise ConflictError("backbone.text_encoder", f"cannot be combined with {other}")
         if self.pretrained is not None and self.name in ("lite", "features"):
             has = "includes its weights" if self.name == "lite" else "has no encoder"
-            raise ValueError(f"backbone.pretrained cannot be combined with backbone.name {self.name}, which {has}")
+            raise ConflictError(
+                "backbone.pretrained", f"cannot be combined with backbone.name {self.name}, which {has}"
+            )
         if self.end_to_end and self.name != MATCONVNET:
-            raise ValueError(f"backbone.end_to_end needs backbone.name {MATCONVNET}, not {self.name}")
+            raise ConflictError("backbone.end_to_end", f"needs backbone.name {MATCONVNET}, not {self.name}")
         if self.adapter_site == "blocks" and (
             self.name in ("lite", "features", MATCONVNET) or self.name.startswith(TIMM)
         ):
-            raise ValueError(f"backbone.adapter_site blocks needs an open_clip model, not {self.name}")
+            raise ConflictError("backbone.adapter_site", f"blocks needs an open_clip model, not {self.name}")
         if self.precision == "bfloat16" and self.adapter_site == "feature":
-            raise ValueError(
-                "backbone.precision bfloat16 needs backbone.adapter_site blocks; features are extracted in float32"
+            raise ConflictError(
+                "backbone.precision", "bfloat16 needs backbone.adapter_site blocks; features are extracted in float32"
             )
         return self
 
@@ -160,8 +164,8 @@ class Objective(BaseModel):
         description="base loss: info_nce, which trains adapters and heads; one listed by `fedmq losses`, most of which "
         "train hash networks; or your own Python file: ./mine.py",
     )
-    bits: Count | None = Field(None, description="code length; null: the base loss's default (`fedmq losses`)")
-    hidden: Count | None = Field(None, description="width of the layer before the code; null: the base loss's default")
+    bits: Width | None = Field(None, description="code length; null: the base loss's default (`fedmq losses`)")
+    hidden: Width | None = Field(None, description="width of the layer before the code; null: the base loss's default")
 
     @property
     def options(self) -> Mapping[str, object]:
@@ -190,7 +194,7 @@ class Partition(Part):
         description="column: name of the manifest's column or of the features file's key; the silos get its distinct "
         "values in sorted order",
     )
-    alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
+    alpha: Number = Field(0.1, gt=0.0, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="dir_clusters: number of text clusters")
     classes_per_silo: Count = Field(
         3,
@@ -211,19 +215,19 @@ class Partition(Part):
         "n_gk = n_g p_gk / sum_j p_gj, with dir_clusters; equal sizes with iid. equal: n/K items each, sampled by the "
         "silos in turn. dirichlet: sizes from a Dirichlet distribution. equal and dirichlet need dir_clusters or iid",
     )
-    sizes_alpha: Positive = Field(0.5, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
+    sizes_alpha: Number = Field(0.5, gt=0.0, le=1e6, description="sizes dirichlet: concentration; lower is more uneven")
     least: Count = Field(1, description="minimum training items of a silo; smaller silos take items from the largest")
 
     @model_validator(mode="after")
     def _keys_of_kind(self) -> Partition:
         if self.sizes != "proportional" and self.kind not in ("dir_clusters", "iid"):
-            raise ValueError(
-                f"partition.sizes {self.sizes} needs partition.kind dir_clusters or iid, found {self.kind}"
+            raise ConflictError(
+                "partition.sizes", f"{self.sizes} needs partition.kind dir_clusters or iid, found {self.kind}"
             )
         if self.shots is not None and self.kind != "shards_classes":
-            raise ValueError(f"partition.shots needs partition.kind shards_classes, found {self.kind}")
+            raise ConflictError("partition.shots", f"needs partition.kind shards_classes, found {self.kind}")
         if (self.column is None) is (self.kind == "column"):
-            raise ValueError("partition.kind column and partition.column need each other")
+            raise ConflictError("partition.kind", "column and partition.column need each other")
         return self
 
 
@@ -238,7 +242,7 @@ class Training(Part):
         (0.9, 0.999), description="adam and adamw: decay rates of the two moment estimates"
     )
     batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
-    local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
+    local_epochs: Passes = Field(1, description="epochs over the silo's dataset per task")
     validation: Number = Field(
         0.0,
         ge=0.0,
@@ -293,8 +297,10 @@ class Scenario(Part):
         pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$",
         description="name of the run, for folders and tables: at most 48 lower-case letters, digits, `_`, `.` and `-`",
     )
-    seed: Whole = Field(0, ge=0, lt=2**63, description="seed from which all random draws are derived")
-    rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
+    seed: Whole = Field(0, ge=0, description="seed from which all random draws are derived")
+    rounds: Whole = Field(
+        200, ge=1, le=10**6, description="number of merges of the shared model, in every aggregation mode"
+    )
     participation: Participation = Participation()
     protocol: ProtocolChoice
     data: Data | None = Field(
@@ -373,7 +379,7 @@ class Scenario(Part):
             raise ValueError(f"{twice[0]} is listed twice")
         return value
 
-    @field_validator("participation", mode="before", json_schema_input_type=float | Participation)
+    @field_validator("participation", mode="before", json_schema_input_type=Fraction | Participation)
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}
@@ -390,39 +396,36 @@ class Scenario(Part):
         for place, named in silos.items():
             if unknown := sorted(set(named) - set(self.all_silo_names)):
                 known = f"{self.all_silo_names[0]} to {self.all_silo_names[-1]}"
-                raise ValueError(f"{place} names {unknown[0]}, silos are {known}")
+                raise ConflictError(place, f"names {unknown[0]}, silos are {known}")
         if self.wire.hides and (kinds := [fault.kind for fault in self.faults if isinstance(fault, ON_MESSAGES)]):
             hidden = f"found faults of kind {kinds[0]}, which recognise messages by their names"
-            raise ValueError(f"wire.hide_names and wire.padding need faults on processes or replies: {hidden}")
+            key = "wire.padding" if self.wire.padding else "wire.hide_names"
+            raise ConflictError(key, f"needs faults on processes or replies: {hidden}")
         planned = self.training.schedule_rounds
         if planned is not None and planned > self.rounds:
-            raise ValueError(f"training.schedule_rounds ({planned}) must be at most rounds ({self.rounds})")
+            raise ConflictError("training.schedule_rounds", f"({planned}) must be at most rounds ({self.rounds})")
         if (
             self.training.warmup_rounds >= self.schedule_rounds > 1
             and self.training.schedule in ("cosine", "linear")
             and self.training.warmup_rounds > 0
         ):
-            raise ValueError(
-                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below "
+            raise ConflictError(
+                "training.warmup_rounds",
+                f"({self.training.warmup_rounds}) must be below "
                 f"{'rounds' if planned is None else 'training.schedule_rounds'} ({self.schedule_rounds}): set "
-                f"training.warmup_rounds as well, e.g. to {self.schedule_rounds // 2}"
+                f"training.warmup_rounds as well, e.g. to {self.schedule_rounds // 2}",
             )
         if not self.training.rate_at(self.rounds - 1, self.schedule_rounds) > 0:
-            raise ValueError("the last round has learning rate 0: raise training.decay_to or training.step_factor")
+            raise ConflictError("training.decay_to", "gives a last rate of 0: raise it or training.step_factor")
         robust, count, minimum = self.aggregation.robust, len(self.silo_names), self.participation.minimum
         if not count:
-            raise ValueError("silos.without names all silos: leave at least one")
+            raise ConflictError("silos.without", "names all silos: leave at least one")
         number = f"silos.count ({count})" if not self.silos.without else f"the number of silos that take part ({count})"
         if minimum is not None and minimum > count:
-            raise ValueError(f"participation.minimum ({minimum}) must be at most {number}")
+            raise ConflictError("participation.minimum", f"({minimum}) must be at most {number}")
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
-            raise ValueError(
-                f"aggregation.robust.keep ({robust.keep}) must be below {number}: krum would keep all replies"
-            )
-        if self.privacy.noise_from == "key" and self.launcher == "inline":
-            raise ValueError(
-                "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "
-                "sweep: add --processes)"
+            raise ConflictError(
+                "aggregation.robust.keep", f"({robust.keep}) must be below {number}: krum would keep all replies"
             )
         self.privacy.check_budget(self.aggregation)
         self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
@@ -433,25 +436,22 @@ class Scenario(Part):
         if (self.data is None) is not (self.partition.kind == "own"):
             if self.data is None:
                 raise ValueError("a section data; only with partition.kind own are the data in each silo's site file")
-            raise ValueError("data with partition.kind own; remove the section, as each site file has its silo's data")
+            raise ConflictError("data", "with partition.kind own; remove it, as each site file has its silo's data")
         if self.data is not None and self.data.column != self.partition.column:
-            raise ValueError(f"data.column ({self.data.column}) must be partition.column ({self.partition.column})")
-        if self.data is None and self.missing_modality != MissingModality():
-            raise ValueError("missing_modality with partition.kind own; a site file lists its silo's modalities")
-        groups = {"paired", "image_only", "text_only"} & {getattr(fault, "silos", None) for fault in self.faults}
-        if self.data is None and self.participation.minimum is not None and groups:
-            raise ValueError(
-                f"faults: silos {min(groups)} with partition.kind own and participation.minimum; which silos "
-                "belong to it is not known until all have stated their data, so list silos by name"
+            raise ConflictError(
+                "data.column", f"({self.data.column}) must be partition.column ({self.partition.column})"
             )
+        if self.data is None and self.missing_modality != MissingModality():
+            raise ConflictError("missing_modality", "with partition.kind own; a site file lists its silo's modalities")
         chosen = self.evaluation.keep == "best" or self.evaluation.patience is not None
         if chosen and not self.evaluator:
-            raise ValueError("evaluation.keep best and patience need an evaluator: evaluation.heldout shared or both")
-        others = sorted({fault.kind for fault in self.faults} & {"drift", "modality_gained"})
-        if self.data is None and others:
-            raise ValueError(f"faults of kind {others[0]} need data of other silos; not with partition.kind own")
+            raise ConflictError(
+                "evaluation.keep", "best and patience need an evaluator: evaluation.heldout shared or both"
+            )
+        if self.data is None:
+            check_own_data(self.faults, self.participation.minimum)
         if self.data is not None and self.evaluation.heldout in ("own", "both"):
-            raise ValueError(f"evaluation.heldout {self.evaluation.heldout} needs partition.kind own")
+            raise ConflictError("evaluation.heldout", f"{self.evaluation.heldout} needs partition.kind own")
 
     @property
     def dataset(self) -> Data:

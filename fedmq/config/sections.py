@@ -9,17 +9,21 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fedmq.errors import ConflictError
+
 #: Numbers as YAML has them, not true or false and not texts.
-Whole = Annotated[int, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, lt=2**63)]
 Number = Annotated[float, Field(strict=True)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
-Positive = Annotated[Number, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[Number, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0.0, le=1e12)]
+NonNegative = Annotated[Number, Field(ge=0.0, le=1e12)]
 Count = Annotated[Whole, Field(ge=1, le=10**9)]
+#: Width of a layer, or number of rows of a table.
+Width = Annotated[Whole, Field(ge=1, le=8192)]
+#: Passes over a silo's items in one task.
+Passes = Annotated[Whole, Field(ge=1, le=10_000)]
 Modality = Literal["image", "text"]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
-
-
 #: A Python file that defines metrics, or the name of an installed metric.
 MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -52,11 +56,11 @@ class MissingModality(Part):
     @model_validator(mode="after")
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:
-            raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+            raise ConflictError("missing_modality.rate", "and missing_modality.silos: give one of them")
         if self.silos and self.per == "item":
-            raise ValueError("missing_modality.silos names whole silos: it needs missing_modality.per silo")
+            raise ConflictError("missing_modality.silos", "names whole silos: it needs missing_modality.per silo")
         if self.only and self.rate == 0:
-            raise ValueError("missing_modality.only needs missing_modality.rate above 0")
+            raise ConflictError("missing_modality.only", "needs missing_modality.rate above 0")
         return self
 
 
@@ -124,7 +128,9 @@ class Robust(Part):
         useless = {"trimmed_mean": ("trim", self.trim), "krum": ("byzantine", self.byzantine)}
         name, value = useless.get(self.rule, ("", 1.0))
         if not value:
-            raise ValueError(f"aggregation.robust.{name} is 0: {self.rule} would trust every reply, like rule: none")
+            raise ConflictError(
+                f"aggregation.robust.{name}", f"is 0: {self.rule} would trust every reply, like rule: none"
+            )
         return self
 
 
@@ -143,7 +149,7 @@ class Aggregation(Part):
     over_select: Number = Field(
         1.0,
         ge=1.0,
-        allow_inf_nan=False,
+        le=1e12,
         description="sync: selects this multiple of the cohort, merges the first replies",
     )
     buffer: Count | None = Field(
@@ -157,7 +163,7 @@ class Aggregation(Part):
         description="buffered and async: fraction of a merge's step that is applied; null: 1 and 0.6, respectively",
     )
     staleness: Staleness = Staleness()
-    balance: Annotated[Number, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
+    balance: Annotated[Number, Field(ge=1.0, le=1e12)] | None = Field(
         None,
         description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
         "those of frequently merged silos down; null: no reweighting",
@@ -242,11 +248,13 @@ class Participation(Part):
     def _trace_where_needed(self) -> Participation:
         given = (self.trace is not None) + (self.diurnal is not None)
         if self.kind == "availability" and given != 1:
-            raise ValueError("participation.kind availability needs participation.trace or participation.diurnal")
+            raise ConflictError("participation.kind", "availability needs participation.trace or participation.diurnal")
         if self.kind != "availability" and (given or self.repeat):
-            raise ValueError("participation.trace, .repeat and .diurnal need participation.kind availability")
+            raise ConflictError(
+                "participation.kind", "must be availability with participation.trace, .repeat or .diurnal"
+            )
         if self.repeat and self.trace is None:
-            raise ValueError("participation.repeat needs participation.trace")
+            raise ConflictError("participation.repeat", "needs participation.trace")
         return self
 
 
@@ -303,13 +311,13 @@ class Cost(Part):
     seconds_per_sample: NonNegative = Field(
         0.01, description="compute time per sample and epoch on an average silo [s]"
     )
-    speed_sigma: NonNegative = Field(0.5, description="log-normal spread of silo speeds")
+    speed_sigma: Number = Field(0.5, ge=0.0, le=10.0, description="log-normal spread of silo speeds")
     classes: dict[Name, DeviceClass] = Field(default_factory=dict, description="device classes, by name")
     jitter: Literal["lognormal", "pareto"] = Field(
         "lognormal", description="distribution of a task's time factor; median 1"
     )
-    jitter_sigma: NonNegative = Field(0.1, description="lognormal: spread between tasks")
-    jitter_tail: Positive = Field(1.5, description="pareto: tail exponent; smaller means a heavier tail")
+    jitter_sigma: Number = Field(0.1, ge=0.0, le=10.0, description="lognormal: spread between tasks")
+    jitter_tail: Positive = Field(1.5, ge=0.1, description="pareto: tail exponent; smaller means a heavier tail")
     latency: NonNegative = Field(0.05, description="one-way latency [s]")
     bandwidth: Positive = Field(10e6, description="bandwidth of a silo's link, each way [bytes/s]")
     down_bandwidth: Positive | None = Field(None, description="bandwidth to the silo; null: `bandwidth` [bytes/s]")
@@ -327,11 +335,11 @@ class Cost(Part):
     @model_validator(mode="after")
     def _shares_fit(self) -> Cost:
         if sum(machines.share for machines in self.classes.values()) > 1.0 + 1e-9:
-            raise ValueError("the shares of cost.classes must sum to at most 1")
+            raise ConflictError("cost.classes", "must have shares that sum to at most 1")
         named = [silo for machines in self.classes.values() for silo in machines.silos]
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
-            raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")
+            raise ConflictError("cost.classes", f"lists {twice} more than once; keep it in one class")
         return self
 
 
@@ -446,17 +454,21 @@ class Evaluation(Part):
 
     @model_validator(mode="after")
     def _validation_decides(self) -> Evaluation:
-        decides = "keep best" if self.keep == "best" else "patience" if self.patience is not None else None
-        if decides is not None and self.split != "val":
-            raise ValueError(f"evaluation.{decides} needs evaluation.split val: test items must not choose the model")
+        if (self.keep == "best" or self.patience is not None) and self.split != "val":
+            key, needs = ("keep", "best needs") if self.keep == "best" else ("patience", "needs")
+            raise ConflictError(
+                f"evaluation.{key}", f"{needs} evaluation.split val: test items must not choose the model"
+            )
         if self.patience is not None and not self.every:
-            raise ValueError("evaluation.patience needs evaluation.every above 0")
+            raise ConflictError("evaluation.patience", "needs evaluation.every above 0")
         return self
 
     @model_validator(mode="after")
     def _no_query_finds_itself(self) -> Evaluation:
         if self.within and self.gallery != "database":
-            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+            raise ConflictError(
+                "evaluation.within", "needs evaluation.gallery database: in the split a query finds itself"
+            )
         return self
 
 

@@ -22,7 +22,7 @@ from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from fedmq.errors import InputError, line_of
+from fedmq.errors import ConflictError, InputError, line_of
 from fedmq.storage.json_files import Problem
 from fedmq.text import did_you_mean, first_few
 
@@ -192,7 +192,8 @@ def input_error(
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN)
     located = [(_as_written(details, raw), details) for details in errors]
     location, first = located[0]
-    place = place_of(path, location, settings)
+    conflict = first.get("ctx", {}).get("error")
+    place = place_of(path, conflict.key.split(".") if isinstance(conflict, ConflictError) else location, settings)
     if first["type"] in _UNKNOWN:
         key, keys = str(first["loc"][-1]), _keys_at(model, first["loc"][:-1])
         unknown = dict.fromkeys(where for where, details in located if details["type"] in _UNKNOWN)

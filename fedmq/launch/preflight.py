@@ -129,7 +129,8 @@ def _cluster(starting: Starting) -> None:
 
 
 def _run_data(starting: Starting) -> None:
-    check_data(starting.run, starting.progress)
+    with starting.run.source.naming_the_file():
+        check_data(starting.run, starting.progress)
 
 
 # --- keys and coordinator -------------------------------------------------------------------------------------------

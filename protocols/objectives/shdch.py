@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.sections import Count, Modality, NonNegative
+from fedmq.config.sections import Modality, NonNegative, Passes
 from fedmq.data.labels import coarse_columns, fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
@@ -61,7 +61,7 @@ class Options:
     image_layers: Literal[0, 1] = 1
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
-    sweeps: Count = 3
+    sweeps: Passes = 3
     buffer: alternating.Which = "enhanced"
     likelihood: alternating.Which = "plain"
     draws: alternating.Draws = "permutation"

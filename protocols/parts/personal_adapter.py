@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.config.sections import Count, NonNegative, Positive
+from fedmq.config.sections import NonNegative, Passes, Positive, Whole, Width
 from fedmq.federation.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.models.optimiser import FusedOptimiser
 from fedmq.seeds import torch_generator
@@ -44,9 +44,9 @@ class AdapterOptions:
     BEGINS: ClassVar[Mapping[str, str]] = {"personal_onset": "the fine-tuning of personal adapters"}
 
     lambda_p: Annotated[NonNegative, Field(le=STRONGEST)] = 0.2
-    personal_onset: Annotated[int, Field(ge=0)] = 50
-    personal_hidden: Count = 64
-    personal_epochs: Count = 1
+    personal_onset: Annotated[Whole, Field(ge=0)] = 50
+    personal_hidden: Width = 64
+    personal_epochs: Passes = 1
     personal_rate: Positive = 0.1
 
 

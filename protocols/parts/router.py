@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.config.options import OptionError
-from fedmq.config.sections import Count, Fraction, NonNegative, Positive
+from fedmq.config.sections import Count, Fraction, NonNegative, Positive, Whole, Width
 from fedmq.wire.layout import Layout
 from protocols.parts import aggregation, personal_adapter
 from protocols.parts.losses import EPSILON, TauOptions, cosine, unit
@@ -167,13 +167,13 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
     minimax: bool = True
     client_align: bool = True
     anchor: bool | Literal["multi"] = True
-    anchor_centroids: Count = 16
+    anchor_centroids: Width = 16
     anchor_support: Count = 4
     filler: Literal["ema", "zero", "learned"] = "ema"
     lambda_anc: NonNegative = 1.0
     lambda_a: NonNegative = 0.1
     lambda_s: NonNegative = 0.01
-    warmup: Annotated[int, Field(ge=0)] = 20
+    warmup: Annotated[Whole, Field(ge=0)] = 20
     ema: Fraction = 0.9
     proto_unit: bool = True
     masked_ema: bool = True

@@ -456,9 +456,8 @@ class Evaluation(Part):
     def _validation_decides(self) -> Evaluation:
         if (self.keep == "best" or self.patience is not None) and self.split != "val":
             key, needs = ("keep", "best needs") if self.keep == "best" else ("patience", "needs")
-            raise ConflictError(
-                f"evaluation.{key}", f"{needs} evaluation.split val: test items must not choose the model"
-            )
+            why = "test items must not choose the model"
+            raise ConflictError(f"evaluation.{key}", f"{needs} evaluation.split val: {why}")
         if self.patience is not None and not self.every:
             raise ConflictError("evaluation.patience", "needs evaluation.every above 0")
         return self
@@ -466,9 +465,8 @@ class Evaluation(Part):
     @model_validator(mode="after")
     def _no_query_finds_itself(self) -> Evaluation:
         if self.within and self.gallery != "database":
-            raise ConflictError(
-                "evaluation.within", "needs evaluation.gallery database: in the split a query finds itself"
-            )
+            why = "in the split a query finds itself"
+            raise ConflictError("evaluation.within", f"needs evaluation.gallery database: {why}")
         return self
 
 

@@ -187,7 +187,7 @@ def _carry_out(
     ``through`` answers every request, given the name and the function of its silo or evaluator. Silos and evaluator
     have the data of ``population``, which may be a part of the run's.
     """
-    # Silos in one process have no keys. The masks of secure sums cancel, so the model is nearly the same without them.
+    # Silos in one process have no keys for masks. Without noise the masks cancel, so the model is nearly the same.
     privacy = run.scenario.privacy.model_copy(update={"secure_aggregation": None, "adaptive_clip": None})
     changes = {"faults": (), "clock": "virtual", "privacy": privacy}
     run = replace(run, scenario=run.scenario.model_copy(update=changes))

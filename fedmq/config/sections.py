@@ -19,7 +19,7 @@ Positive = Annotated[Number, Field(gt=0.0, le=1e12)]
 NonNegative = Annotated[Number, Field(ge=0.0, le=1e12)]
 Count = Annotated[Whole, Field(ge=1, le=10**9)]
 #: Width of a layer, or number of rows of a table.
-Width = Annotated[Whole, Field(ge=1, le=8192)]
+Width = Annotated[Whole, Field(ge=1, le=65_536)]
 #: Passes over a silo's items in one task.
 Passes = Annotated[Whole, Field(ge=1, le=10_000)]
 Modality = Literal["image", "text"]

@@ -319,8 +319,8 @@ def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: P
     for setting, told in (
         (f"data.path={tmp_path / 'set.npz'}", "data: found 'training items without any label'"),
         (
-            "objective.bits=1000000000",
-            "objective: found 'bits 1000000000, hidden 16', allowed: a network that can be sent",
+            "objective={base: csq, bits: 65536, hidden: 65536}",
+            "objective: found 'bits 65536, hidden 65536', allowed: a network that can be sent",
         ),
     ):
         run = run_of(resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting))

@@ -184,7 +184,7 @@ def test_an_unreadable_hidden_message_is_refused_with_its_header() -> None:
 
 
 def test_faults_on_messages_need_names_in_clear(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"wire\.hide_names.*drop"):
+    with pytest.raises(InputError, match=r"wire\.padding needs.*drop"):
         resolved(tiny, "wire.padding=true", 'faults=[{"kind": "drop", "silos": ["silo-00"]}]')
 
 

@@ -247,7 +247,7 @@ class Scaled(TaskFault):
     """Byzantine: the update is scaled."""
 
     kind: Literal["scaled"] = "scaled"
-    factor: Number = Field(10.0, ge=-1e12, le=1e12, description="scale factor")
+    factor: Number = Field(10.0, ge=-1e30, le=1e30, description="scale factor")
 
 
 class Noise(TaskFault):

@@ -29,7 +29,7 @@ class SecureAggregation(Part):
     min_contributors: Number = Field(
         2.0,
         ge=1.0,
-        le=1e12,
+        le=1e30,
         description="smallest effective number of silos in a branch's sum, 1 / sum(w^2) of its relative weights w; a "
         "branch with fewer is left as it is",
     )

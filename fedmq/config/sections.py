@@ -15,8 +15,8 @@ from fedmq.errors import ConflictError
 Whole = Annotated[int, Field(strict=True, lt=2**63)]
 Number = Annotated[float, Field(strict=True)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
-Positive = Annotated[Number, Field(gt=0.0, le=1e12)]
-NonNegative = Annotated[Number, Field(ge=0.0, le=1e12)]
+Positive = Annotated[Number, Field(gt=0.0, le=1e30)]
+NonNegative = Annotated[Number, Field(ge=0.0, le=1e30)]
 Count = Annotated[Whole, Field(ge=1, le=10**9)]
 #: Width of a layer, or number of rows of a table.
 Width = Annotated[Whole, Field(ge=1, le=65_536)]
@@ -149,7 +149,7 @@ class Aggregation(Part):
     over_select: Number = Field(
         1.0,
         ge=1.0,
-        le=1e12,
+        le=1e30,
         description="sync: selects this multiple of the cohort, merges the first replies",
     )
     buffer: Count | None = Field(
@@ -163,7 +163,7 @@ class Aggregation(Part):
         description="buffered and async: fraction of a merge's step that is applied; null: 1 and 0.6, respectively",
     )
     staleness: Staleness = Staleness()
-    balance: Annotated[Number, Field(ge=1.0, le=1e12)] | None = Field(
+    balance: Annotated[Number, Field(ge=1.0, le=1e30)] | None = Field(
         None,
         description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
         "those of frequently merged silos down; null: no reweighting",

@@ -26,12 +26,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.measure import Number, Result, commit, load_average, machine, minutes
-from benchmarks.runs import Roster, loop_seconds, output_of, peak_memory, roster_scenario, simulated
-from fedmq.runs.profile import Profile, read
+from benchmarks.measure import commit, load_average, machine, minutes
+from benchmarks.runs import Roster, loop_seconds, peak_memory, roster_scenario, simulated
 from fedmq.runs.report.html import Figure, colour, document
-from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import EVALUATOR
 
 #: A cost grows faster than its axis where it is, per unit of size, more than this many times its minimum on the axis.
 BEND = 1.5
@@ -159,51 +156,6 @@ def measured(roster: Roster, size: float, limit_s: float) -> Point:
             load_average(),
             commit(),
         )
-
-
-#: The large run that has targets: 200,000 items in 100 silos, of which 20 train in each round. And a smaller one with
-#: labels: its evaluation ranks 17,944 items for each of 10,000 queries.
-_LARGE = Roster(silos=100, items=200_000, width=512, rounds=4, selected=20, test=10_000, batch=128)
-_LABELLED = Roster(silos=100, items=17_944, width=512, rounds=1, selected=20, test=10_000, batch=128, labels=80)
-
-
-def run(*, smoke: bool = False) -> Result:
-    """Measure the large run, ``--check`` and a search in its gallery; ``smoke``: of a hundredth of the size."""
-    small = {"silos": 3, "width": 32, "selected": 2, "test": 40}
-    large, labelled = (
-        replace(each, **small, items=each.items // 100) if smoke else each for each in (_LARGE, _LABELLED)
-    )
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder, number = Path(name), f"{large.items:,} items"
-        scenario, out = roster_scenario(folder, large), folder / "run"
-        prepared = _seconds("data", "features", str(scenario))
-        check = _seconds("scenario", str(scenario), "--check", "--quiet")
-        start = simulated(scenario, out)["seconds"]["startup"]
-        first, search = (_seconds("search", str(out), "--item", "000000") for _ in range(2))
-        of_labels, with_labels = roster_scenario(folder, labelled), folder / "labelled"
-        simulated(of_labels, with_labels, "evaluation.gallery=database", options=("--profile",))
-        evaluated = Profile.of(read(RunFolder(with_labels).profile)).of_all([EVALUATOR])["evaluate"] / 2
-        numbers = (
-            Number(f"{number}: prepared", prepared, "s"),
-            Number(f"{number}: {large.silos} silos ready after", start, "s", "at most 10 s"),
-            Number(f"{number}: a round", loop_seconds(out) / large.rounds, "s", "at most 3 s"),
-            Number(f"{number}: --check", check, "s", "at most 5 s"),
-            Number(f"{number}: first search, which encodes them", first, "s"),
-            Number(f"{number}: another search", search, "s", "at most 1 s"),
-            Number(f"{labelled.test:,} x {labelled.items:,} with labels: evaluation", evaluated, "s", "at most 3 s"),
-        )
-    notes = (
-        f"rounds of {large.selected} silos, features {large.width} wide, batches of {large.batch}; prepared once",
-        f"{labelled.labels} labels; evaluated in both directions, before the first and after the last round (mean)",
-    )
-    return Result("large", numbers, notes)
-
-
-def _seconds(*words: str) -> float:
-    """How long a command takes [s]."""
-    began = time.perf_counter()
-    output_of(*words)
-    return time.perf_counter() - began
 
 
 def rises(points: Sequence[Point], cost: str) -> Iterator[tuple[float, Point, Point]]:

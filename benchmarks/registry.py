@@ -41,7 +41,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "silos": Benchmark("silos", 180),
     "soak": Benchmark("soak", 150),
     "estimates": Benchmark("estimates", 240),
-    "large": Benchmark("growth", 420, by_default=False),
+    "large": Benchmark("large", 420, by_default=False),
     "sums": Benchmark("sums", 300, by_default=False),
     "peers": Benchmark("peers.comparison", 600, by_default=False),
 }

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,11 @@ def synthetic_features(path: Path, *, train: int, test: int, width: int, labels:
     latent = generator.standard_normal((train + test, width), dtype=np.float32)
     noise = generator.standard_normal((2, train + test, width), dtype=np.float32)
     image, text = latent + 0.5 * noise
-    arrays: dict[str, Any] = {"image": image, "text": text[:, None], "split": ["train"] * train + ["test"] * test}
+    write = partial(np.savez, path, image=image, text=text[:, None], split=["train"] * train + ["test"] * test)
     if labels:
-        arrays["labels"] = generator.random((train + test, labels)) < 3 / labels
-    np.savez(path, **arrays)
+        write(labels=generator.random((train + test, labels)) < 3 / labels)
+    else:
+        write()
     return {"data": {"name": "features", "path": str(path)}, "backbone": {"name": "features"}}
 
 

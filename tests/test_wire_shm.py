@@ -24,7 +24,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import Kind
 from fedmq.wire.sessions import Session, open_message, seal_message
-from fedmq.wire.transports import _blocks, _zeromq
+from fedmq.wire.transports import _shared_memory, _zeromq
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import connect, listen
 from tests import threaded_run
@@ -43,7 +43,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[List
     connection = connect(listener.uri)
     introduce(listener, connection)
     yield listener, connection
-    monkeypatch.setattr(_blocks, "_LINGER_S", 0.0)  # what a test has left unread is read no more
+    monkeypatch.setattr(_shared_memory, "_LINGER_S", 0.0)  # what a test has left unread is read no more
     for end in (connection, listener):
         end.close()
 
@@ -122,10 +122,10 @@ def test_a_large_body_is_in_a_block_that_is_used_again_once_no_view_of_it_is_lef
     del second, part
     assert place(filled(connection, 4)) == first
     assert connection.send([b"head", b"small"]) and bytes(received(listener)[1]) == b"small"
-    small = filled(connection, 5, _blocks.LEAST_BYTES - 1)
+    small = filled(connection, 5, _shared_memory.LEAST_BYTES - 1)
     assert connection.send([b"head", small])
     assert is_full_of(received(listener)[1], 5, small.nbytes)
-    assert sizes == [56, 5, _blocks.LEAST_BYTES - 1]
+    assert sizes == [56, 5, _shared_memory.LEAST_BYTES - 1]
     assert listener.send(peer, [b"head", filled(listener, 6)])
     answer = connection.receive(SOON)
     assert answer is not None and bytes(answer[0]) == b"head" and is_full_of(answer[1], 6)
@@ -134,7 +134,7 @@ def test_a_large_body_is_in_a_block_that_is_used_again_once_no_view_of_it_is_lef
 def test_without_a_free_block_bodies_go_through_the_socket_in_order(
     ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_blocks, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(_shared_memory, "MOST_BLOCKS", 2)
     listener, connection = ends
     sizes = in_socket(connection, monkeypatch)
     for number in range(5):
@@ -156,7 +156,7 @@ def test_to_peers_that_cannot_open_blocks_bodies_go_through_the_socket(
         case "another user":
             monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         case "other numbers of processes":
-            monkeypatch.setattr(_blocks, "_may_read", lambda _: False)
+            monkeypatch.setattr(_shared_memory, "_may_read", lambda _: False)
         case "a relay":
             monkeypatch.setattr(os, "getpid", lambda: own + 1)
     uri = f"shm://{tmp_path}/socket"
@@ -188,7 +188,7 @@ def test_without_memory_bodies_go_through_the_socket(
 def test_what_a_peer_that_is_gone_did_not_read_is_used_for_others(
     ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_blocks, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(_shared_memory, "MOST_BLOCKS", 1)
     listener, connection = ends
     gone = introduce(listener, connection)
     body = filled(listener, 1)
@@ -203,7 +203,7 @@ def test_what_a_peer_that_is_gone_did_not_read_is_used_for_others(
 def test_one_block_goes_to_several_peers_and_is_used_again_once_all_have_read_it(
     ends: tuple[Listener, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_blocks, "MOST_BLOCKS", 1)
+    monkeypatch.setattr(_shared_memory, "MOST_BLOCKS", 1)
     listener, connection = ends
     others = [connection, connect(listener.uri), connect(listener.uri)]
     peers = [introduce(listener, each) for each in others]
@@ -305,7 +305,7 @@ def test_killed_silos_and_coordinators_leave_the_model_as_over_ipc(tiny: Path, t
         assert more or summary["bytes"] == ipc["bytes"]
     log = read_log(tmp_path / "shm" / "messages" / "coordinator.jsonl")
     tasks = [each.bytes for _, each in log if isinstance(each, MessageRecord) and each.header.kind is Kind.TASK]
-    assert tasks and min(tasks) > _blocks.LEAST_BYTES
+    assert tasks and min(tasks) > _shared_memory.LEAST_BYTES
 
 
 # ------------------------------------------------------------------------------------------------------ hostile peers
@@ -314,13 +314,13 @@ OWN = PREFIX.pack(1, os.getpid())
 
 
 @pytest.fixture
-def blocks() -> Iterator[_blocks.Blocks]:
-    made = _blocks.Blocks(lambda _: False)
+def blocks() -> Iterator[_shared_memory.Blocks]:
+    made = _shared_memory.Blocks(lambda _: False)
     yield made
     made.close()
 
 
-def named(blocks: _blocks.Blocks) -> list[int]:
+def named(blocks: _shared_memory.Blocks) -> list[int]:
     """The numbers of a block's name, as an honest peer sends it."""
     body = blocks.room(SIZE)
     np.frombuffer(body, np.uint8)[:] = 1
@@ -372,7 +372,10 @@ def of_file(path: str) -> tuple[int, int]:
     ],
 )
 def test_a_name_of_a_bad_block_is_refused_and_the_next_message_is_read(
-    ends: tuple[Listener, Connection], blocks: _blocks.Blocks, change: Callable[[list[int]], list[int]], said: str
+    ends: tuple[Listener, Connection],
+    blocks: _shared_memory.Blocks,
+    change: Callable[[list[int]], list[int]],
+    said: str,
 ) -> None:
     listener, connection = ends
     assert isinstance(connection, _zeromq.ZeroMQConnection)

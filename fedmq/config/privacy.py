@@ -154,16 +154,18 @@ class Privacy(Part):
     @model_validator(mode="after")
     def _noise_needs_clip(self) -> Privacy:
         if self.noise_multiplier > 0 and self.clip_norm is None:
-            raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
+            raise ConflictError("privacy.noise_multiplier", "needs privacy.clip_norm: noise is scaled by it")
         if self.noise_from == "key" and not self.noised:
-            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
+            raise ConflictError("privacy.noise_from", "key needs privacy.noise_multiplier above 0: there is no noise")
         if self.items is not None and self.budget is not None:
-            raise ValueError("privacy.budget needs privacy.items null: it limits the epsilon of silos, not of items")
+            raise ConflictError(
+                "privacy.budget", "needs privacy.items null: it limits the epsilon of silos, not of items"
+            )
         if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
-            raise ValueError("privacy.adaptive_clip needs privacy.clip_norm and privacy.secure_aggregation")
+            raise ConflictError("privacy.adaptive_clip", "needs privacy.clip_norm and privacy.secure_aggregation")
         if self.adaptive_clip is not None and bool(self.adaptive_clip.noise_multiplier) != bool(self.noise_multiplier):
-            raise ValueError(
-                "privacy.adaptive_clip.noise_multiplier and privacy.noise_multiplier: both above 0 or both 0"
+            raise ConflictError(
+                "privacy.adaptive_clip.noise_multiplier", "and privacy.noise_multiplier: both above 0 or both 0"
             )
         return self
 
@@ -183,28 +185,24 @@ class Privacy(Part):
         adaptive = self.adaptive_clip
         return found if adaptive is None else {**found, "adaptive_clip.noise_multiplier": adaptive.noise_multiplier}
 
-    def check_budget(self, aggregation: Aggregation) -> None:
-        """Refuse a budget where silos that have spent theirs would leave a buffer without enough replies.
-
-        Raises:
-            ValueError: the keys.
-        """
-        if self.budget is not None and aggregation.mode == "buffered":
-            raise ValueError("privacy.budget needs aggregation.mode sync or async, not buffered: a buffer would wait")
-
-    def check_sums(
+    def check_fits(
         self, aggregation: Aggregation, compression: Compression, launcher: str, faults: Sequence[AnyFault]
     ) -> None:
-        """Refuse secure aggregation with what needs single updates, or cannot be added in fixed point.
+        """Refuse what does not fit the scenario's other sections.
 
-        Also refuses noise in local steps with faults that change a silo's items, and noise from keys without keys.
+        Secure aggregation has no single updates, and adds in fixed point. Silos that have spent their budget would
+        leave a buffer without enough replies.
 
         Raises:
-            ValueError: the keys, what was found, and why.
+            ConflictError: the keys, what was found, and why.
         """
+        if self.budget is not None and aggregation.mode == "buffered":
+            raise ConflictError(
+                "privacy.budget", "needs aggregation.mode sync or async, not buffered: a buffer would wait"
+            )
         changing = [fault.kind for fault in faults if isinstance(fault, Persistent)]
         if self.items is not None and changing:  # epsilon counts one set of groups
-            raise ValueError(f"privacy.items needs faults that do not change a silo's items, not {changing[0]}")
+            raise ConflictError("privacy.items", f"needs faults that do not change a silo's items, not {changing[0]}")
         if self.noise_from == "key" and launcher == "inline":
             raise ConflictError(
                 "privacy.noise_from",

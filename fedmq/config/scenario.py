@@ -427,8 +427,7 @@ class Scenario(Part):
             raise ConflictError(
                 "aggregation.robust.keep", f"({robust.keep}) must be below {number}: krum would keep all replies"
             )
-        self.privacy.check_budget(self.aggregation)
-        self.privacy.check_sums(self.aggregation, self.compression, self.launcher, self.faults)
+        self.privacy.check_fits(self.aggregation, self.compression, self.launcher, self.faults)
         return self
 
     def _check_data(self) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fedmq.errors import ConflictError
 
-#: Numbers as YAML has them, not true or false and not texts.
+#: Numbers as YAML has them, not true or false and not texts; the largest are far below those of float32.
 Whole = Annotated[int, Field(strict=True, lt=2**63)]
 Number = Annotated[float, Field(strict=True)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]

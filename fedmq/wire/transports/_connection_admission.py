@@ -233,15 +233,3 @@ def bytes_received(descriptor: int) -> int:
         (received,) = _TCP_INFO.unpack(connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO.size))
         return int(received)
     return 0
-
-
-def process_of(frame: zmq.Frame) -> int:
-    """The process at the other end of a Unix socket, by the kernel's word; 0 if it is of another user or unknown.
-
-    A process of other PID namespaces is 0, too.
-    """
-    try:
-        _, user, _, process = str(frame.get("Peer-Address")).rsplit(":", 3)
-    except (zmq.ZMQError, ValueError):  # ValueError: no Unix socket
-        return 0
-    return int(process) if user == str(os.geteuid()) else 0

@@ -23,15 +23,8 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.limits import BoundedDict
 from fedmq.wire.messages import Reason
-from fedmq.wire.transports._blocks import SharedMemory
-from fedmq.wire.transports._connection_admission import (
-    PARTIAL,
-    WATCH_MS,
-    ConnectionAdmission,
-    bytes_received,
-    process_of,
-    widen,
-)
+from fedmq.wire.transports._connection_admission import PARTIAL, WATCH_MS, ConnectionAdmission, bytes_received, widen
+from fedmq.wire.transports._shared_memory import SharedMemory
 from fedmq.wire.transports.base import FRAMES, MOST_FRAMES, Connection, ConnectionRefusal, Listener
 from fedmq.wire.transports.tickets import FOREIGN, ConnectionKeys, ListenerKeys
 
@@ -53,9 +46,9 @@ _MOST_FRAMES = 64
 #: Peers whose connections are remembered, to end them.
 _MAX_DESCRIPTORS = 1 << 14
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 #: Scheme of a Unix socket whose ends share memory.
 _SHM = "shm://"
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @dataclass(frozen=True)
@@ -94,8 +87,7 @@ class ZeroMQListener(Listener):
             raise RemoteWireError(Reason.UNKNOWN_SENDER, self._admission.refused.popleft())
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
             return None
-        received = _received(self._socket, 1 + FRAMES)
-        if received is None:
+        if (received := _received(self._socket, 1 + FRAMES)) is None:
             return None
         (first, *rest), number = received
         peer = bytes(first.buffer)
@@ -159,8 +151,7 @@ class ZeroMQConnection(Connection):
         keys: ConnectionKeys | None,  # with which the connection is admitted; None for a listener without keys
         max_frame: int,  # maximum size of an accepted frame [bytes]
     ) -> None:
-        shares = uri.startswith(_SHM)
-        self._memory = SharedMemory(lambda peer: peer == self._number(), max_frame) if shares else None
+        self._memory = SharedMemory(lambda peer: peer == self._number(), max_frame) if uri.startswith(_SHM) else None
         self.uri, self._name, self._make, self._watched = uri, name, make, watched
         self._keys, self._redial = keys, False
         self._refusal: ConnectionRefusal | None = None
@@ -476,8 +467,17 @@ def _inode(descriptor: int) -> int | None:
 
 def _opened(frames: Sequence[zmq.Frame], peer: bytes | int, memory: SharedMemory | None) -> list[memoryview]:
     """The frames of a message from a peer, with its body."""
-    buffers = [frame.buffer for frame in frames]
-    return buffers if memory is None else memory.received(buffers, peer, process_of(frames[0]))
+    found = [frame.buffer for frame in frames]
+    return found if memory is None else memory.received(found, peer, _process_of(frames[0]))
+
+
+def _process_of(frame: zmq.Frame) -> int:
+    """The process at a Unix socket's other end, by the kernel's word; 0 if of another user or PID namespace."""
+    try:
+        _, user, _, process = str(frame.get("Peer-Address")).rsplit(":", 3)
+    except (zmq.ZMQError, ValueError):  # ValueError: no Unix socket
+        return 0
+    return int(process) if user == str(os.geteuid()) else 0
 
 
 def _require(frames: int, most: int) -> None:

@@ -38,5 +38,5 @@ def _has_listener(path: str) -> bool:
 
 
 TRANSPORT = Transport("ipc://PATH", _check, _listen, _zeromq.dial)
-#: Large bodies stay in memory that both processes map, where both can; see :mod:`fedmq.wire.transports._blocks`.
+#: Large bodies stay in memory that both processes map, where both can; see :mod:`fedmq.wire.transports._shared_memory`.
 SHARES_MEMORY = Transport("shm://PATH", _check, _listen, _zeromq.dial)

@@ -340,7 +340,7 @@ class SharedMemory:
         return True
 
     def received(self, frames: Sequence[memoryview], peer: bytes | int, process: int) -> list[memoryview]:
-        """The frames of a message, with its body; ``process`` is at the other end of the connection, 0 if unknown.
+        """The frames of a message from a peer, with its body; ``process`` is at its end by the kernel's word, or 0.
 
         Raises:
             RemoteWireError: ``malformed`` or ``oversized``: a wrong prefix, or a block that must not be used.

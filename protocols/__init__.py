@@ -9,8 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from fedmq.config.options import as_plain, beginnings, parsed, preset_values, schema_problem, without_effect
-from fedmq.config.plug_ins import Registry
+from fedmq.config.plug_ins import Registry, as_plain, beginnings, parsed, preset_values, schema_problem, without_effect
 from fedmq.config.resolve import MethodFacts, ObjectiveFacts
 from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue

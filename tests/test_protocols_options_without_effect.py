@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config.options import parsed, without_effect
+from fedmq.config.plug_ins import parsed, without_effect
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from protocols.parts import personal_adapter

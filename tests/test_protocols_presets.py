@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import protocols
-from fedmq.config.options import parsed
+from fedmq.config.plug_ins import parsed
 from fedmq.config.resolve import ResolvedRun, read, resolve
 from fedmq.config.scenario import Backbone, Training
 from fedmq.config.sections import Aggregation

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedmq.config.options import parsed, schema_problem
-from fedmq.config.plug_ins import Registry
+from fedmq.config.plug_ins import Registry, parsed, schema_problem
 from fedmq.config.scenario import Objective
 
 

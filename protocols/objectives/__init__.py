@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fedmq.config.options import parsed
+from fedmq.config.plug_ins import parsed
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.config.options import OptionError
+from fedmq.config.plug_ins import OptionError
 from fedmq.config.sections import Count, Fraction, NonNegative, Positive, Whole, Width
 from fedmq.wire.layout import Layout
 from protocols.parts import aggregation, personal_adapter

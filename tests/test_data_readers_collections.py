@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedmq.data.labels import one_spelling
 from fedmq.data.raw_set import RawSet
-from fedmq.data.readers.texts import captions_in_cell, labels_in_cell, texts_of
+from fedmq.data.readers.manifest import captions_in_cell, labels_in_cell, texts_of
 from fedmq.errors import InputError
 from tests import data_set_folders
 from tests.data_set_folders import CAPTIONS, FORMS, add, photo, table, with_texts, write

@@ -20,8 +20,7 @@ from typing_extensions import override
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import U8, RawSet, checked, is_number, not_read, refuse_keys
 from fedmq.data.readers import formats
-from fedmq.data.readers.manifest import check_inside
-from fedmq.data.readers.texts import texts_of
+from fedmq.data.readers.manifest import check_inside, texts_of
 from fedmq.data.splits import SPLIT_NAMES, split_numbers
 from fedmq.encoders.image_sets import ImageFiles, Images, StoredImages, files_below
 from fedmq.encoders.images import Pixels, decode_bytes

@@ -17,7 +17,7 @@ from typing_extensions import override
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, not_read, refuse_keys
 from fedmq.data.readers.formats import list_members
-from fedmq.data.readers.texts import lines_of, texts_of
+from fedmq.data.readers.manifest import lines_of, texts_of
 from fedmq.encoders.image_sets import StoredImages, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS, Pixels, decode_bytes
 from fedmq.errors import InputError

@@ -133,7 +133,7 @@ class Rcsr(FederatedProtocol):
         samples = local.samples
         image, text = self.branches["image"], self.branches["text"]
         geometry = router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
-        means = training.silo_prototypes(local, self.context, task)
+        means = prototypes.silo_prototypes(local, self.context, task)
         if self.silo_router:
             found = Measured(outcome.delta, means, geometry, max(0.0, outcome.loss), samples)
             sent, log_q = self.silo_router.reply(found, local.silo, task, local.state)

@@ -32,7 +32,7 @@ from fedmq.runs.trackers import End, TrackedRun, Tracker, Value, tracking
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.storage.cache import cache_folder, file_digests
 from fedmq.storage.run_folder import RunFolder
-from protocols.parts.epochs import Snapshots
+from protocols.parts.training import Snapshots
 from silos import personal_state
 from tests.damaged_files import Folder, Kind, files_of
 from tests.run_file_kinds import resolved_run, run_to_end, scenario_file

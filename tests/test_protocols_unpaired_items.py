@@ -12,7 +12,7 @@ import protocols
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, SiloFacts, Task, take
 from fedmq.wire.payloads import Delta, ModalityPrototypes, Model
-from protocols.parts import training, unpaired
+from protocols.parts import prototypes, training, unpaired
 from protocols.parts.losses import anchor, local_prototype
 from tests.gradients import gradient_of
 from tests.small_federation import SmallFederation, mixed, population
@@ -111,7 +111,7 @@ def test_a_prototype_includes_the_items_that_have_only_this_modality() -> None:
     silo = run.context.silos[0]
     pairs, alone = mixed(silo, 4, 3, 2)
     local, task = Local(silo, pairs, run.model, {}, alone), task_of(run, silo)
-    image, _ = training.silo_prototypes(local, run.context, task)
+    image, _ = prototypes.silo_prototypes(local, run.context, task)
     assert image is not None
     images = torch.cat([each.image for each in (pairs, *alone) if each.image is not None])
     with torch.no_grad():

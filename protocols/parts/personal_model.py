@@ -6,7 +6,7 @@ Personal layers stay at their silos and are never sent, not even as zeros.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.federation.sums import SumLayout
 from fedmq.models.hash_networks import Tower
-from fedmq.models.two_tower import BRANCHES, SHARED, Out
+from fedmq.models.two_tower import BRANCHES, SHARED, Out, TwoTower
 from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, training
@@ -46,6 +46,8 @@ OWN = "own_model"
 
 #: Maximum number of inputs (items times captions) whose outputs a reference caches: 64 MB at 4,096 numbers each.
 KEPT = 4096
+#: Number of inputs per block.
+_BLOCK = 256
 
 
 def own_parameters(local: Local) -> Tensor:
@@ -94,6 +96,14 @@ def _plain(out: Out | None, tower: nn.Module) -> Out | None:
     if out is None or not isinstance(tower, Tower) or tower.sharpness == 1.0 or not tower.plan.tanh:
         return out
     return replace(out, code=torch.tanh(out.raw))
+
+
+def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Out]:
+    """Outputs of a tower for many items [n, ...], block by block, without gradient."""
+    for block in torch.split(items, _BLOCK):
+        with torch.no_grad():
+            out = model.outputs(modality, block.to(model.flat.device))
+        yield out
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,7 @@ class Reference:
         if items is None:
             raise ValueError(f"the silo has no {modality} items")
         with training.parameters(self.local, self.theta):
-            parts = list(training.in_blocks(self.local.model, modality, items))
+            parts = list(in_blocks(self.local.model, modality, items))
         logits = [part.logits for part in parts if part.logits is not None]
         hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
         return Out(hidden, raw, code, torch.cat(logits) if logits else None)
@@ -174,7 +184,7 @@ class References:
         dataset = local.dataset
 
         def codes(modality: Modality, items: Tensor) -> Tensor:
-            return torch.cat([out.code for out in training.in_blocks(local.model, modality, items)])
+            return torch.cat([out.code for out in in_blocks(local.model, modality, items)])
 
         image = None if dataset.image is None else codes("image", dataset.image)
         if dataset.text is None:

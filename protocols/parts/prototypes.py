@@ -20,18 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.config.sections import Fraction, NonNegative
+from fedmq.config.sections import Fraction, Modality, NonNegative
 from fedmq.federation.protocol import Added, Context, Local, MergeResult, SiloFacts, Task, Update, WeightedSum, take
 from fedmq.federation.sums import SumLayout, SummedRows
 from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes, Payload
 from protocols.parts import training
 from protocols.parts.aggregation import as_tensor, branch_weights, decay_at_merge, means_of, supports
-from protocols.parts.losses import anchor, unit
+from protocols.parts.losses import anchor, local_prototype, unit
 
 PROTOTYPES = "prototypes"
 VALID = "prototypes_valid"
 #: Accepted deviation of a unit vector's length from 1, from float32 sums and float16 on the wire.
 TOLERANCE = 1e-3
+#: Maximum samples for a silo's prototypes (RCSR's released code).
+PROTOTYPE_SAMPLES = 128
 
 
 def lengths(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -65,6 +67,39 @@ def read_download(payload: ModalityPrototypes) -> tuple[Tensor | None, Tensor | 
     image = as_tensor(payload.image) if payload.mask & IMAGE else None
     text = as_tensor(payload.text) if payload.mask & TEXT else None
     return image, text
+
+
+def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
+    """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
+
+    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality. A
+    modality's samples include those of the silo's items that have only this modality.
+    """
+    generator = training.generator_of(context, local, task, "prototypes")
+    if local.unpaired:
+        return _prototype(local, "image", generator), _prototype(local, "text", generator)
+    rows = np.sort(generator.permutation(len(local.dataset))[:PROTOTYPE_SAMPLES])
+    caption = training.choose_captions(local, generator)
+    with torch.no_grad():
+        image, text = training.embed(local, rows, caption)
+        return (
+            None if image is None else local_prototype(image).cpu(),
+            None if text is None else local_prototype(text).cpu(),
+        )
+
+
+def _prototype(local: Local, modality: Modality, generator: np.random.Generator) -> Tensor:
+    """Prototype [d] of one modality of a silo that also holds items without a pair."""
+    parts = [part for part in (local.dataset, *local.unpaired) if getattr(part, modality) is not None]
+    edges = np.cumsum([0, *map(len, parts)])
+    chosen = np.sort(generator.permutation(int(edges[-1]))[:PROTOTYPE_SAMPLES])
+    embedded = []
+    with torch.no_grad():
+        for part, start, end in zip(parts, edges[:-1], edges[1:], strict=True):
+            rows, some = chosen[(chosen >= start) & (chosen < end)] - start, replace(local, dataset=part)
+            image, text = training.outputs(some, rows, training.choose_captions(some, generator), (modality,))
+            embedded += [out.code for out in (image, text) if out is not None]
+        return local_prototype(torch.cat(embedded)).cpu()
 
 
 def upload(
@@ -282,7 +317,7 @@ class Anchoring:
         """
         if not self._active:
             return ()
-        means = training.silo_prototypes(local, self.context, task)
+        means = silo_prototypes(local, self.context, task)
         return (upload(means, self._received(task) if filled else (None, None)),)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:

@@ -1,7 +1,9 @@
-"""Local training shared by most methods: epochs over the silo's dataset, outputs of its towers, and its prototypes."""
+"""Local training shared by most methods: epochs over the silo's dataset, their snapshots, outputs of its towers."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +28,11 @@ from fedmq.federation.updates import read_only
 from fedmq.models.hash_networks import towers_with
 from fedmq.models.objective_registry import OBJECTIVES
 from fedmq.models.optimiser import FusedOptimiser, optimiser
-from fedmq.models.two_tower import Out, TwoTower
+from fedmq.models.two_tower import Out
+from fedmq.packages import versions
 from fedmq.seeds import numpy_generator, torch_generator
 from fedmq.wire.payloads import Delta
-from protocols.parts.epochs import Snapshots
-from protocols.parts.losses import local_prototype, proximal, proximal_gradient
+from protocols.parts.losses import proximal, proximal_gradient
 
 I64 = npt.NDArray[np.int64]
 Outs = tuple[Out | None, Out | None]
@@ -42,11 +44,10 @@ OutLoss = Callable[[Out | None, Out | None], Tensor]
 #: A method's extra term in a step's loss; None adds nothing.
 Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
 
-#: Maximum samples for a silo's prototypes (RCSR's released code).
-PROTOTYPE_SAMPLES = 128
-_BLOCK = 256
-#: Block size for a silo's items; larger, because their features are small vectors.
+#: Block size for a silo's items.
 _ITEMS = 1024
+#: Names of the tensors of a snapshot.
+_TASK, _ORDER, _DROPOUT, _MODEL, _SUMS = "task", "order", "dropout", "model", "sums"
 
 
 @dataclass(frozen=True)
@@ -282,14 +283,6 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
     return image, text
 
 
-def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Out]:
-    """Outputs of a tower for many items [n, ...], block by block, without gradient."""
-    for block in torch.split(items, _BLOCK):
-        with torch.no_grad():
-            out = model.outputs(modality, block.to(model.flat.device))
-        yield out
-
-
 @contextmanager
 def parameters(local: Local, theta: Tensor) -> Iterator[None]:
     """Run the silo's model with other parameters [P] and without dropout, e.g. the global or the previous model's."""
@@ -431,39 +424,77 @@ def backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
     return value.detach()
 
 
-def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
-    """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
-
-    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality. A
-    modality's samples include those of the silo's items that have only this modality.
-    """
-    generator = generator_of(context, local, task, "prototypes")
-    if local.unpaired:
-        return _prototype(local, "image", generator), _prototype(local, "text", generator)
-    rows = np.sort(generator.permutation(len(local.dataset))[:PROTOTYPE_SAMPLES])
-    caption = choose_captions(local, generator)
-    with torch.no_grad():
-        image, text = embed(local, rows, caption)
-        return (
-            None if image is None else local_prototype(image).cpu(),
-            None if text is None else local_prototype(text).cpu(),
-        )
-
-
-def _prototype(local: Local, modality: Modality, generator: np.random.Generator) -> Tensor:
-    """Prototype [d] of one modality of a silo that also holds items without a pair."""
-    parts = [part for part in (local.dataset, *local.unpaired) if getattr(part, modality) is not None]
-    edges = np.cumsum([0, *map(len, parts)])
-    chosen = np.sort(generator.permutation(int(edges[-1]))[:PROTOTYPE_SAMPLES])
-    embedded = []
-    with torch.no_grad():
-        for part, start, end in zip(parts, edges[:-1], edges[1:], strict=True):
-            rows, some = chosen[(chosen >= start) & (chosen < end)] - start, replace(local, dataset=part)
-            image, text = outputs(some, rows, choose_captions(some, generator), (modality,))
-            embedded += [out.code for out in (image, text) if out is not None]
-        return local_prototype(torch.cat(embedded)).cpu()
-
-
 def delta_payload(context: Context, outcome: TrainingResult, samples: int) -> Delta:
     """Upload payload of the update."""
     return Delta(layout_digest=context.layout.digest, buffer=outcome.delta.numpy(), n_samples=samples)
+
+
+def _bytes(value: object) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+class Snapshots:
+    """Snapshots between epochs of all that the rest of a task depends on; it continues from them bit-identically.
+
+    Args:
+        local: the silo; without ``local.epochs`` nothing is kept.
+        task: its task.
+        base: float32 [P] parameters before training.
+        optimisers: optimisers of the branches that it trains, by name.
+        generator: generator of the order of samples and the choice of captions.
+        dropout: generator of dropout masks.
+    """
+
+    def __init__(
+        self,
+        local: Local,
+        task: Task,
+        base: Tensor,
+        optimisers: Mapping[str, FusedOptimiser],
+        generator: np.random.Generator,
+        dropout: torch.Generator,
+    ) -> None:
+        self._store = local.epochs
+        self._local, self._task, self._base = local, task, base
+        self._optimisers, self._generator, self._dropout = optimisers, generator, dropout
+
+    def resume(self, total: Tensor) -> tuple[int, Tensor, int]:
+        """Number of epochs done, sum of their losses (float64 [], on the device of ``total``) and their samples.
+
+        A snapshot of another task is ignored; the store has checked its digest.
+        """
+        saved = {} if self._store is None else self._store.load()
+        if self._store is None or not saved or not torch.equal(saved[_TASK], self._identity()):
+            return 0, total, 0
+        epochs, self._generator.bit_generator.state = json.loads(bytes(saved[_ORDER].numpy()))
+        self._dropout.set_state(saved[_DROPOUT])
+        self._local.model.load(saved[_MODEL].numpy())
+        for name, one in self._optimisers.items():
+            start = f"{name}."
+            one.restore({key.removeprefix(start): each for key, each in saved.items() if key.startswith(start)})
+        self._store.resumed(epochs)
+        return epochs, saved[_SUMS][0].to(total.device), int(saved[_SUMS][1])
+
+    def keep(self, epochs: int, total: Tensor, seen: int) -> None:
+        """Keep a snapshot after a number of epochs, if that is due."""
+        if self._store is not None:
+            self._store.save(lambda: self._taken(epochs, total, seen))
+
+    def _taken(self, epochs: int, total: Tensor, seen: int) -> Mapping[str, Tensor]:
+        tensors = {
+            _TASK: self._identity(),
+            _ORDER: _bytes([epochs, self._generator.bit_generator.state]),
+            _DROPOUT: self._dropout.get_state(),
+            _MODEL: self._local.model.flat.detach().cpu().clone(),
+            _SUMS: torch.tensor([float(total), float(seen)], dtype=torch.float64),
+        }
+        for name, one in self._optimisers.items():
+            tensors |= {f"{name}.{key}": value for key, value in one.state().items()}
+        return tensors
+
+    def _identity(self) -> Tensor:
+        """What a snapshot belongs to: the silo, the task, the parameters that it starts from, and the software."""
+        digest = hashlib.sha256(self._base.cpu().contiguous().numpy().tobytes()).hexdigest()
+        task = self._task
+        facts = [self._local.silo.name, task.sequence, task.base_version, task.round, task.learning_rate, digest]
+        return _bytes([*facts, versions()])

@@ -30,7 +30,7 @@ class FedSaLora(PartialFedAvg):
         Raises:
             InputError: the network has no adapters.
         """
-        return factors_of(context, "down")
+        return factors_of(context)
 
     @classmethod
     def traits_of(cls, options: AnchoredOptions) -> Traits:

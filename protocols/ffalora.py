@@ -26,8 +26,8 @@ from protocols.fedavg import AnchoredOptions
 from protocols.parts.personal_model import PartialFedAvg
 
 
-def factors_of(context: Context, name: str) -> tuple[str, ...]:
-    """Names of one factor's layers, A = ``down`` or B = ``up``, in the layout's order.
+def factors_of(context: Context) -> tuple[str, ...]:
+    """Names of the layers of A, in the layout's order.
 
     Raises:
         InputError: the network has no adapters.
@@ -35,7 +35,7 @@ def factors_of(context: Context, name: str) -> tuple[str, ...]:
     adapters = [entry.name for entry in context.layout.entries if ".adapters." in entry.name]
     if not adapters:
         raise InputError("objective.base", context.objective.base, "info_nce: a hash network has no low-rank adapters")
-    return tuple(each for each in adapters if f".{name}." in each)
+    return tuple(each for each in adapters if ".down." in each)
 
 
 class FfaLora(PartialFedAvg):
@@ -50,7 +50,7 @@ class FfaLora(PartialFedAvg):
         Raises:
             InputError: the network has no adapters.
         """
-        frozen = factors_of(context, "down")
+        frozen = factors_of(context)
         return tuple(entry.name for entry in context.layout.entries if entry.name not in frozen)
 
     @classmethod

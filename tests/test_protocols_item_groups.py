@@ -208,7 +208,6 @@ def test_what_local_steps_cannot_protect_is_refused_by_name(tiny: Path, tmp_path
         ),
         (("objective={base: dcmh, bits: 8}",), r"with fedavg: the loss of objective\.base dcmh has no groups"),
         (("privacy.items.group=1",), r"privacy\.items\.group: found 1, allowed: 2 or more: info_nce contrasts"),
-        (("privacy.budget={epsilon: 9}",), r"privacy\.budget needs privacy\.items null"),
         (("faults=[{kind: drift, silos: [silo-00], rounds: [1, 2]}]",), "not drift"),
     ):
         with pytest.raises(InputError, match=words):

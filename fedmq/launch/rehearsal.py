@@ -267,13 +267,13 @@ def _little_privacy(scenario: Scenario, population: Population) -> Iterator[str]
             fewest = min(sizes.values())
             yield (
                 f"privacy.items.group: {items.group} is more than the training items of {first_few(small, 3)}, where "
-                f"all items are one group; at most {fewest} makes several"
+                f"all items are one group; at most {max(1, fewest // 2)} makes several"
             )
     added = scenario.privacy.secure_aggregation is not None or any(
         RouterSums in method.uploads(one) for one in eligible
     )
     if added and cohort_size(scenario.participation.rate, len(eligible)) == 2:
-        yield "a round has two silos, and each can subtract its own part from their sum, which leaves the other's"
+        yield "a round has two silos, and each can subtract its own part from their sum, which leaves the other's; take 3"
 
 
 def _steps(scenario: Scenario, population: Population) -> set[int]:

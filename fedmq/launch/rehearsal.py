@@ -273,7 +273,7 @@ def _little_privacy(scenario: Scenario, population: Population) -> Iterator[str]
         RouterSums in method.uploads(one) for one in eligible
     )
     if added and cohort_size(scenario.participation.rate, len(eligible)) == 2:
-        yield "a round has two silos, and each can subtract its own part from their sum, which leaves the other's; take 3"
+        yield "a round has two silos, and each can subtract its own part from their sum, which leaves the other's"
 
 
 def _steps(scenario: Scenario, population: Population) -> set[int]:

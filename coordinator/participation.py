@@ -99,7 +99,7 @@ class RoundsPlan:
     # Secure aggregation: more than this fraction of the silos that reported must answer each further step of a round;
     # None merges the replies themselves.
     threshold: float | None = None
-    affordable: int | None = None  # number of tasks that a silo answers within its privacy budget; None has no limit
+    affordable: Mapping[str, int] | None = None  # tasks that each silo answers within its budget; None has no limit
 
     def __post_init__(self) -> None:
         if not self.eligible:
@@ -109,7 +109,7 @@ class RoundsPlan:
         """The eligible silos whose privacy budget allows another task, by the number of tasks that each was sent."""
         if self.affordable is None:
             return self.eligible
-        return tuple(silo for silo in self.eligible if tasks.get(silo, 0) < self.affordable)
+        return tuple(silo for silo in self.eligible if tasks.get(silo, 0) < self.affordable[silo])
 
     def spent(self, tasks: Mapping[str, int], pending: Mapping[str, object]) -> bool:
         """Whether no further merge is possible, because all silos have spent their privacy budgets."""

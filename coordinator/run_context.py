@@ -159,6 +159,8 @@ class RunContext:
             if any(self.protocol.eligible(state) for state in self.script.phases(silo, self.scenario.rounds))
         )
         samples = {silo.name: self.samples[silo.index] for silo in silos}
+        counts = [samples[name] for name in eligible]
+        tasks = affordable_tasks(self.scenario, sent_kinds(self), counts, self.scenario.rounds)
         secure = self.scenario.privacy.secure_aggregation
         patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
         return RoundsPlan(
@@ -177,7 +179,7 @@ class RunContext:
             first_round_selects_all=self.traits.first_round_selects_all,
             minimum=participation.minimum,
             threshold=None if secure is None else secure.threshold,
-            affordable=affordable_tasks(self.scenario.privacy, sent_kinds(self), self.scenario.rounds),
+            affordable=None if tasks is None else {name: tasks[samples[name]] for name in eligible},
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
 from coordinator.run_context import sent_kinds
 from fedmq.clock import Clock
+from fedmq.config.privacy import Privacy
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.gpu import gpu_of
 from fedmq.errors import RunError
@@ -236,9 +237,13 @@ def _privacy_spent(loop: Loop) -> PrivacySpent | None:
         return None
     kinds = {kind.KIND for one in uploads for kind in one}
     plain = sorted(kind for kind in kinds if not spent((kind,), privacy))
-    delta = 1e-5 if privacy.budget is None else privacy.budget.delta
+    delta = _delta(privacy)
     epsilon = epsilon_of(tasks * each, delta, sums=privacy.secure_aggregation is not None)
     return PrivacySpent(epsilon=epsilon, delta=delta, tasks=tasks, without_noise=plain)
+
+
+def _delta(privacy: Privacy) -> float:
+    return 1e-5 if privacy.budget is None else privacy.budget.delta
 
 
 def _item_privacy(loop: Loop) -> PrivacySpent | None:
@@ -247,7 +252,7 @@ def _item_privacy(loop: Loop) -> PrivacySpent | None:
     scenario, privacy = run_context.scenario, run_context.scenario.privacy
     if privacy.items is None or not privacy.items.noise_multiplier:
         return None
-    kinds, delta = {kind.KIND for one in sent_kinds(run_context) for kind in one}, 1e-5
+    kinds, delta = {kind.KIND for one in sent_kinds(run_context) for kind in one}, _delta(privacy)
     each = spent_by_items(kinds, privacy)
     known = {
         (run_context.samples[silo.index], sequences[silo.name])

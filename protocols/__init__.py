@@ -85,7 +85,8 @@ def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> F
     method = kind(options, context)
     if context.items is not None and (why := why_no_items(method)):
         able = ", ".join(name for name in names() if protects_items(load(name)))
-        raise InputError("privacy.items", f"with {choice.label}: {why}", f"null, or a method of {able}")
+        other = f"{choice.label} without that" if protects_items(kind) else f"a method of {able}"
+        raise InputError("privacy.items", f"with {choice.label}: {why}", f"null, or {other}")
     if check:
         check_traits(choice.label, method, options, context)
     return method

@@ -201,7 +201,9 @@ class Silo:
     def _affordable(self) -> int | None:
         """Number of tasks that the silo may answer; None without a budget."""
         uploads = [self.protocol.uploads(silo) for silo in self.context.silos if self.protocol.eligible(silo)]
-        return affordable_tasks(self.scenario.privacy, uploads, self.scenario.rounds)
+        count = len(self.dataset)
+        tasks = affordable_tasks(self.scenario, uploads, [count], self.scenario.rounds)
+        return None if tasks is None else tasks[count]
 
     @span("compute")
     def answer(self, message: Message) -> tuple[Payload, ...]:

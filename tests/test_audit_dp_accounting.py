@@ -20,7 +20,7 @@ from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Model
 from silos.program import AgreedSchedule
 from tests.adversary_forged_logs import message_record
-from tests.command_line import printed
+from tests.command_line import printed, refused
 from tests.threaded_run import resolved, run
 
 NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
@@ -78,9 +78,8 @@ def test_payloads_without_noise_are_named_for_silos_only(folder: Path) -> None:
 
 
 def test_a_delta_outside_0_to_1_and_a_run_without_noise_are_refused(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    for delta in (0.0, 1.0, -1e-5, float("nan")):
-        with pytest.raises(InputError, match=r"--delta: found .*, allowed: a number between 0 and 1"):
-            account(folder, audited(), delta)
+    for delta in ("0", "1", "-1e-5", "nan"):  # before the logs, which this folder lacks, are read
+        assert "--delta: found" in refused("audit", folder, f"--delta={delta}")
     (tmp_path / "scenario.yaml").write_text(resolved(tiny, "privacy={clip_norm: 0.5}").dump())
     with pytest.raises(InputError, match=r"noise_multiplier: found 0, allowed: above 0"):
         account(tmp_path, audited(), 1e-5)

@@ -260,4 +260,6 @@ def test_many_breaches_of_a_policy_are_abbreviated(run: Path) -> None:
             log.message("sent", message(counter), f"{counter:032x}", 100)
     console = Console(record=True, width=200)
     policy.show(held(run, "up: {kinds: [loss]}"), console)
-    assert "and 20 more; --json has all" in console.export_text()
+    shown = console.export_text()
+    assert "and 20 more; --json has all" in shown
+    assert (shown.count("up.kinds allows loss"), shown.count("reply with delta, 20 bytes")) == (1, 20)

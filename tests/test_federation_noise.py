@@ -16,7 +16,7 @@ from fedmq.audit.dp_accounting import account
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.privacy import Noise, Privacy, Statistic
 from fedmq.errors import InputError
-from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, protected, spent
+from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, item_epsilon, protected, spent
 from fedmq.wire.payloads import (
     ClassPrototypes,
     ControlVariate,
@@ -133,31 +133,50 @@ def test_epsilon_is_dp_accountings_for_the_same_events() -> None:
     assert epsilon_of(spent(("geometry",), privacy), 1e-5) == 0.0, "clipped, without noise"
 
 
-def test_a_budget_allows_the_largest_number_of_tasks_within_it() -> None:
+def test_a_budget_allows_the_largest_number_of_tasks_within_it(tiny: Path) -> None:
     kinds = [frozenset({Delta}), frozenset({Delta, Loss})]
     noise = {"clip_norm": 1.0, "noise_multiplier": 4.0}
     for epsilon, tasks in ((0.01, 0), (2.0, None), (1e6, 50)):
         privacy = Privacy.model_validate({**noise, "statistics": {"loss": noise}, "budget": {"epsilon": epsilon}})
-        found = affordable_tasks(privacy, kinds, 50)
-        assert found is not None
+        scenario = resolved(tiny).model_copy(update={"privacy": privacy})
+        numbers_of = affordable_tasks(scenario, kinds, [7], 50)
+        assert numbers_of is not None
+        found = numbers_of[7]
         assert tasks in (None, found)
         each = spent(("delta", "loss"), privacy)
         assert epsilon_of(found * each, 1e-5) <= epsilon
         assert found == 50 or epsilon_of((found + 1) * each, 1e-5) > epsilon
-    assert affordable_tasks(Privacy(), kinds, 50) is None
+    assert affordable_tasks(resolved(tiny), kinds, [7], 50) is None
+
+
+def test_a_budget_of_items_depends_on_their_number(tiny: Path) -> None:
+    batch = ("training.batch_size=8", "training.local_epochs=1")
+    scenario = resolved(tiny, "protocol=fedavg", OF_ITEMS.replace("12", "20"), *batch)
+    found = affordable_tasks(scenario, [frozenset({Delta, Loss})], [8, 80], 50)
+    assert found is not None and 0 < found[8] < found[80] < 50
+    for items, tasks in found.items():
+        inside, above = (item_epsilon(scenario, items, n, n / 4, 1e-5) for n in (tasks, tasks + 1))
+        assert inside <= 20 < above
 
 
 NOISE = "clip_norm: 1.0, noise_multiplier: 1.0"
 #: FedAvg sends an update and a loss; two replies spend epsilon 10.0 at delta 1e-5, three 12.9
 BUDGET = f"privacy={{{NOISE}, statistics: {{loss: {{{NOISE}}}}}, budget: {{epsilon: 12}}}}"
+#: For single items, with noise in local steps instead of noise on the update. In one step a task that takes all items,
+#: each spends as much as a silo above: replacing an item moves sum and loss by up to twice the norm.
+OF_ITEMS = (
+    "privacy={items: {group: 4, clip_norm: 0.1, noise_multiplier: 2}, "
+    "statistics: {loss: {clip_norm: 1.0, noise_multiplier: 2}}, budget: {epsilon: 12}}"
+)
+ONE_STEP = ("training.batch_size=100", "training.local_epochs=1")
 SETTINGS = ("protocol={name: fedavg, single_modality: idle}", "missing_modality={}", "participation=0.5", "rounds=20")
 #: Four silos with two tasks each, merged in pairs, or one by one.
 VERSIONS = {"sync": 4, "async": 8}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path: Path, mode: str) -> None:
-    settings = (*SETTINGS, f"aggregation.mode={mode}", BUDGET)
+@pytest.mark.parametrize(("mode", "budget"), [("sync", BUDGET), ("async", BUDGET), ("sync", OF_ITEMS)])
+def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path: Path, mode: str, budget: str) -> None:
+    settings = (*SETTINGS, f"aggregation.mode={mode}", budget, *ONE_STEP)
     whole = in_process_run.run(resolved(tiny, *settings), tmp_path / "whole").summary
     assert whole is not None
     assert (whole.ended_by, whole.versions) == ("privacy.budget", VERSIONS[mode])
@@ -167,8 +186,9 @@ def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path
     assert killed.model_digest == whole.model_digest
 
 
+@pytest.mark.parametrize("budget", [BUDGET, OF_ITEMS])
 def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
     selectable = RoundsPlan.selectable
     monkeypatch.setattr(RoundsPlan, "selectable", lambda plan, tasks: {*selectable(plan, tasks), "silo-01"})
@@ -178,12 +198,13 @@ def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordin
         "participation=1.0",
         "rounds=4",
     )
-    scenario = resolved(tiny, *settings, BUDGET)
+    scenario = resolved(tiny, *settings, budget, *ONE_STEP)
     summary = run(scenario, tmp_path).summary
     assert summary is not None
     assert (summary.ended_by, summary.versions) == (None, 4)
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
-    silos = account(tmp_path, audit_run(tmp_path), 1e-5).silos
+    accounts = account(tmp_path, audit_run(tmp_path), 1e-5)
+    silos = accounts.items or accounts.silos
     assert {one.updates for one in silos.values()} == {2}
     assert all(9 < one.epsilon <= 12 for one in silos.values())
     assert silos["silo-01"].beside == ("data_statement", "error")
@@ -199,6 +220,27 @@ def test_options_that_the_methods_payloads_cannot_keep_are_refused_by_name(tiny:
             (f"privacy={{{NOISE}, budget: {{epsilon: 9}}}}",),
             r"statistics\.loss\.noise_multiplier: found 0, allowed: above 0",
         ),
+        (
+            ("privacy.budget={epsilon: 9}",),
+            r"privacy\.noise_multiplier: found 0.*fedavg send delta, loss in .*; so are statistics\.loss\.noise_mult",
+        ),
+        (
+            ("privacy.budget={epsilon: 9}", "protocol={name: rcsr, router_at: silos}"),
+            r"whose silos send router_sums, to which no noise.*allowed: null, or another method or other options",
+        ),
+        (
+            (OF_ITEMS, "privacy.statistics.loss.noise_multiplier=0"),
+            r"statistics\.loss\.noise_multiplier: found 0.* send loss in each reply$",
+        ),
+        (
+            (OF_ITEMS, "privacy.items.noise_multiplier=0"),
+            r"privacy\.budget needs privacy\.items\.noise_multiplier above",
+        ),
+        (
+            (OF_ITEMS, "privacy.secure_aggregation=true"),
+            r"privacy\.budget of items needs privacy\.secure_aggregation null",
+        ),
+        ((OF_ITEMS.replace("12", "1"),), r"at least \d+\.?\d*, which one reply of a silo with \d+ training items"),
         ((BUDGET.replace("12", "1"),), r"privacy\.budget\.epsilon: found 1.*allowed: at least 6.57"),
         ((BUDGET, "aggregation.mode=buffered"), "sync or async"),
         ((BUDGET, "protocol=fednova"), r"privacy\.budget: found 'with fednova, whose silos send local_steps"),

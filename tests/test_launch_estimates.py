@@ -83,3 +83,4 @@ def test_a_run_with_secure_sums_and_adaptive_clipping_is_estimated_without_them(
     done = CliRunner().invoke(cli.app, ["scenario", str(tiny), *options])
     assert done.exit_code == 0, done.output
     assert "faults and secure sums are not considered" in done.stdout
+    assert "\noptions: the defaults\n" in done.stdout, "of dozens of options, only those that are set"

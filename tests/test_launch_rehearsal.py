@@ -98,3 +98,20 @@ def test_the_check_prints_its_warnings_and_has_them_as_json(tiny: Path) -> None:
     ]
     quiet = json.loads(CliRunner().invoke(cli.app, [*given, "--json", "--set", SEVERAL]).stdout)
     assert quiet["warnings"] == []
+
+
+def test_groups_larger_than_a_silo_and_sums_of_two_silos_are_warned_of(tiny: Path) -> None:
+    two = ("silos.count=2", "missing_modality={}")
+    for settings, words in (
+        (
+            ("protocol=fedavg", "privacy.items={group: 40, clip_norm: 1}"),
+            "40 is more than the training items of silo-00",
+        ),
+        (("protocol=fedavg", "privacy.items={group: 20, clip_norm: 1}"), None),
+        (("protocol={name: rcsr, router_at: silos}", *two), "a round has two silos, and each can subtract its own"),
+        (("protocol=fedavg", "privacy.secure_aggregation=true", *two), "a round has two silos"),
+        (("protocol=fedavg", "privacy.secure_aggregation=true"), None),
+        (("protocol=rcsr", *two), None),
+    ):
+        lines = found(tiny, *settings, merges=0)[Finding.LITTLE_PRIVACY]
+        assert words in lines[0] if words else not lines, settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from fedmq.errors import InputError
 from fedmq.federation.noise import item_epsilon
 from fedmq.federation.protocol import Local, SiloFacts, Task, protects_items, why_no_items
 from fedmq.models.hash_networks import towers_with
+from fedmq.storage.run_folder import RunFolder
 from protocols.parts import item_groups, training
 from protocols.parts.losses import info_nce
-from tests import in_process_run
+from tests import in_process_run, threaded_run
 from tests.small_federation import SmallFederation, population
 from tests.threaded_run import resolved
 
@@ -202,9 +204,12 @@ def test_what_local_steps_cannot_protect_is_refused_by_name(tiny: Path, tmp_path
             ("protocol=moon",),
             r"privacy\.items: found 'with moon: its local training is more than steps .*a method of .*rc",
         ),
-        (("protocol={name: rcsr, personal: fixed}",), "its personal models are trained without noise"),
+        (
+            ("protocol={name: rcsr, personal: fixed}",),
+            "its personal models are trained without noise.*allowed: null, or rcsr without that$",
+        ),
         (("objective={base: dcmh, bits: 8}",), r"with fedavg: the loss of objective\.base dcmh has no groups"),
-        (("privacy.budget={epsilon: 9}",), r"privacy\.budget needs privacy\.items null"),
+        (("privacy.items.group=1",), r"privacy\.items\.group: found 1, allowed: 2 or more: info_nce contrasts"),
         (("faults=[{kind: drift, silos: [silo-00], rounds: [1, 2]}]",), "not drift"),
     ):
         with pytest.raises(InputError, match=words):
@@ -221,3 +226,17 @@ def test_a_run_reports_the_epsilon_of_its_items_and_what_it_does_not_cover(tiny:
     assert summary.item_privacy.epsilon == pytest.approx(expected)
     assert summary.item_privacy.without_noise == ["modality_prototypes"]
     assert summary.privacy.without_noise == ["delta", "modality_prototypes"], "an update has no noise of a whole silo"
+
+
+def test_a_stopped_run_with_noise_from_keys_is_resumed_with_the_same_draws(tiny: Path, tmp_path: Path) -> None:
+    """The same keys and tasks give the same groups and noise; other keys give others."""
+    scenario = of(tiny, "participation=1.0", "missing_modality={}", "privacy.noise_from=key", "rounds=3")
+    whole, stopped, others = (tmp_path / name for name in ("whole", "stopped", "others"))
+    expected = threaded_run.run(scenario, whole).summary
+    shutil.copytree(whole / "keys", stopped / "keys")
+    merged = RunFolder(stopped).checkpoints / "version-000001"
+    assert threaded_run.run(scenario, stopped, stop_wanted=merged.exists).summary is None
+    resumed = threaded_run.run(scenario, stopped, resume=True).summary
+    other = threaded_run.run(scenario, others).summary
+    assert expected is not None and resumed is not None and other is not None
+    assert resumed.model_digest == expected.model_digest != other.model_digest

@@ -73,11 +73,9 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
         delta: in (0, 1).
 
     Raises:
-        InputError: delta is not between 0 and 1, or the scenario cannot be read or adds no noise; or the summary, which
-            has the numbers of items, cannot be read or lacks a silo.
+        InputError: the scenario cannot be read or adds no noise; or the summary, which has the numbers of items,
+            cannot be read or lacks a silo.
     """
-    if not 0 < delta < 1:
-        raise InputError("--delta", delta, "a number between 0 and 1, like 1e-5")
     path = RunFolder(run).scenario
     scenario = load(path)
     privacy = scenario.privacy

@@ -150,8 +150,13 @@ class Breach:
     @property
     def what(self) -> str:
         """The breach in one line."""
+        return f"{self.passed}: {self.rule}"
+
+    @property
+    def passed(self) -> str:
+        """What passed, without the rule."""
         what = f"{self.message} with {self.payload}" if self.payload else self.message
-        return f"{self.process} {self.way}, {what}, {self.bytes:,} bytes: {self.rule}"
+        return f"{self.process} {self.way}, {what}, {self.bytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -259,11 +264,18 @@ def broken_limits(
 
 
 def show(result: PolicyResult, console: Console) -> None:
-    """Print the findings of checking a run against a policy."""
-    findings = result.findings
-    for finding in findings[:_SHOWN]:
-        place, what = escape(printable(finding.place)), escape(printable(finding.what))
-        console.print(f"[red]{place}[/red]: {what}", highlight=False, soft_wrap=True)
+    """Print the findings of checking a run against a policy; each rule, which may be long, once."""
+    findings, said = result.findings, set[str]()
+    order = {rule: number for number, rule in enumerate(dict.fromkeys(breach.rule for breach in result.breaches))}
+    breaches = sorted(result.breaches, key=lambda breach: order[breach.rule])
+    lines = [(breach.place, breach.passed, breach.rule) for breach in breaches]
+    lines += [(finding.place, finding.what, "") for finding in findings[len(breaches) :]]
+    for place, what, rule in lines[:_SHOWN]:
+        if rule and rule not in said:
+            said.add(rule)
+            console.print(f"{escape(printable(rule))}, but passed:", highlight=False, soft_wrap=True)
+        text = f"[red]{escape(printable(place))}[/red]: {escape(printable(what))}"
+        console.print(f"  {text}" if rule else text, highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
     free = f"; no rule applies to {result.free:,} others" if result.free else ""

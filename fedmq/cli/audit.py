@@ -113,6 +113,8 @@ def audit_command(
     options = _Options(**given)
     if options.shadows % 2 or (options.shadows and not options.with_probe):
         raise InputError("--shadows", options.shadows, "an even number, together with --probe")
+    if options.delta is not None and not 0 < options.delta < 1:
+        raise InputError("--delta", options.delta, "a number between 0 and 1, like 1e-5")
     if code := _audit(run, options):
         sys.exit(code)
 

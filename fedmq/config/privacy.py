@@ -93,7 +93,10 @@ class ItemNoise(Part):
 
 
 class Budget(Part):
-    """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private."""
+    """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private.
+
+    With ``privacy.items`` they are so for each of its training items, without them for all of its data.
+    """
 
     epsilon: Positive = Field(description="largest epsilon; a task whose reply would pass it is refused by the silo")
     delta: Number = Field(1e-5, gt=0.0, lt=1.0, description="delta for which epsilon is computed")
@@ -133,7 +136,9 @@ class Privacy(Part):
         "norms afterwards; needs secure_aggregation, as the quantile is estimated from a sum",
     )
     budget: Budget | None = Field(
-        None, description="most privacy that each silo spends; needs noise on all that the method has silos send"
+        None,
+        description="most privacy that each silo spends, with items for each of them; needs noise on all that the "
+        "method has silos send, with items except updates",
     )
     capture: bool = Field(
         False,
@@ -158,9 +163,11 @@ class Privacy(Part):
         if self.noise_from == "key" and not self.noised:
             raise ConflictError("privacy.noise_from", "key needs privacy.noise_multiplier above 0: there is no noise")
         if self.items is not None and self.budget is not None:
-            raise ConflictError(
-                "privacy.budget", "needs privacy.items null: it limits the epsilon of silos, not of items"
-            )
+            if self.items.noise_multiplier == 0:
+                raise ConflictError("privacy.budget", "needs privacy.items.noise_multiplier above 0, or no items")
+            if self.secure_aggregation is not None:
+                why = "the noise of a sum is not the silo's own, so it does not count for items"
+                raise ConflictError("privacy.budget", f"of items needs privacy.secure_aggregation null: {why}")
         if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
             raise ConflictError("privacy.adaptive_clip", "needs privacy.clip_norm and privacy.secure_aggregation")
         if self.adaptive_clip is not None and bool(self.adaptive_clip.noise_multiplier) != bool(self.noise_multiplier):

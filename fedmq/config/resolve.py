@@ -291,6 +291,7 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
         *_never_begin(scenario.rounds, method.begins),
         *_late_faults(scenario),
         *_captured_inline(scenario),
+        *_items_without_noise(scenario),
     )
     run_id = name_of(scenario.model_dump(mode="json"))
     return ResolvedRun(source, scenario, run_id, method.pooled, method.personal_only, warnings)
@@ -369,6 +370,9 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     if facts.contrasts and scenario.training.batch_size == 1:
         allowed = f"2 or more: {objective.base} contrasts the items of a batch, and a single one teaches nothing"
         raise InputError("training.batch_size", 1, allowed)
+    if facts.contrasts and scenario.privacy.items is not None and scenario.privacy.items.group == 1:
+        allowed = f"2 or more: {objective.base} contrasts the items of a group, and a single one teaches nothing"
+        raise InputError("privacy.items.group", 1, allowed)
     if scenario.backbone.end_to_end and facts.on_features:
         allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)
@@ -395,6 +399,14 @@ def _captured_inline(scenario: Scenario) -> list[str]:
         "privacy.capture: true is of no use with launcher inline: fedmq audit refuses the run, as its silos sent no "
         "messages; launcher: local gives the same model"
     ]
+
+
+def _items_without_noise(scenario: Scenario) -> list[str]:
+    """A warning if local steps clip the gradients of items, but get no noise."""
+    items = scenario.privacy.items
+    if items is None or items.noise_multiplier:
+        return []
+    return ["privacy.items.noise_multiplier: 0 gives no epsilon, as local steps are clipped, but get no noise"]
 
 
 def _late_faults(scenario: Scenario) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -287,24 +287,51 @@ def spent_by_task(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]])
     return spent({kind.KIND for one in uploads for kind in one} | {CLIP_BIT}, privacy)
 
 
-def affordable_tasks(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]], most: int) -> int | None:
-    """Number of tasks, up to ``most``, that a silo may answer within ``privacy.budget``; None without a budget.
+def epsilon_of_tasks(
+    scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], items: int, tasks: int, delta: float
+) -> float:
+    """What ``privacy.budget`` limits: epsilon of a silo after some tasks, with ``privacy.items`` of each of its items.
 
     Args:
-        privacy: the scenario's options.
+        scenario: the scenario.
         uploads: payload kinds that each silo sends; all of them count for every silo.
+        items: number of the silo's training items.
+        tasks: number of tasks that it answered.
+        delta: in (0, 1).
+    """
+    privacy = scenario.privacy
+    if privacy.items is None:
+        sums = privacy.secure_aggregation is not None
+        return epsilon_of(tasks * spent_by_task(privacy, uploads), delta, sums=sums)
+    kinds = {kind.KIND for one in uploads for kind in one}
+    return item_epsilon(scenario, items, tasks, tasks * spent_by_items(kinds, privacy), delta)
+
+
+def affordable_tasks(
+    scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], items: Iterable[int], most: int
+) -> dict[int, int] | None:
+    """Numbers of tasks, up to ``most``, that silos may answer within ``privacy.budget``; None without a budget.
+
+    Args:
+        scenario: the scenario.
+        uploads: payload kinds that each silo sends; all of them count for every silo.
+        items: numbers of training items of silos; the keys of the result.
         most: largest number of interest.
     """
-    if privacy.budget is None:
+    if (budget := scenario.privacy.budget) is None:
         return None
-    each, budget = spent_by_task(privacy, uploads), privacy.budget
-    sums = privacy.secure_aggregation is not None
-    return bisect_right(
-        range(1, most + 1), budget.epsilon, key=lambda tasks: epsilon_of(tasks * each, budget.delta, sums=sums)
-    )
+    kinds = tuple(uploads)
+    return {
+        n: bisect_right(
+            range(1, most + 1),
+            budget.epsilon,
+            key=lambda tasks: epsilon_of_tasks(scenario, kinds, n, tasks, budget.delta),
+        )
+        for n in set(items)
+    }
 
 
-def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], samples: Iterable[int]) -> None:
+def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], samples: Sequence[int]) -> None:
     """Refuse options that a method's payloads cannot keep.
 
     Args:
@@ -323,22 +350,36 @@ def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]
             able = ", ".join(sorted(kinds))
             raise InputError("privacy.statistics", statistic, f"kinds that silos of {label} send, which are {able}")
     if privacy.budget is not None:
-        for kind in sorted(kinds):
-            if (noise := noise_of(kind, privacy)) is None or noise.noise_multiplier == 0:
-                update = kinds[kind] in UPDATES
-                if not update and kind not in get_args(Statistic):
-                    found = f"with {label}, whose silos send {kind}, to which no noise can be added"
-                    raise InputError("privacy.budget", found, "null, or another method")
-                place = "privacy.noise_multiplier" if update else f"privacy.statistics.{kind}.noise_multiplier"
-                allowed = f"above 0 with privacy.budget, as silos of {label} send {kind} in each reply"
-                raise InputError(place, 0, allowed)
-        sums = privacy.secure_aggregation is not None
-        least = epsilon_of(spent(kinds.keys() | {CLIP_BIT}, privacy), privacy.budget.delta, sums=sums)
-        if least > privacy.budget.epsilon:
-            allowed = f"at least {least:.3g}, which one reply spends; or more noise"
-            raise InputError("privacy.budget.epsilon", privacy.budget.epsilon, allowed)
+        _check_budget(scenario, kinds, samples)
     if privacy.least_support > 1 and kinds.keys() & {"modality_prototypes", "router_sums"}:
         fewest = min(samples)
         if fewest < privacy.least_support:
             allowed = f"at most {fewest}, the training items of the smallest silo, whose prototype is a mean of so many"
             raise InputError("privacy.least_support", privacy.least_support, allowed)
+
+
+def _check_budget(scenario: Scenario, kinds: Mapping[str, type[Payload]], samples: Iterable[int]) -> None:
+    privacy, label = scenario.privacy, scenario.protocol.label
+    assert privacy.budget is not None  # noqa: S101 - see check_privacy
+    updates = {kind for kind in kinds if kinds[kind] in UPDATES}
+    covered = updates if privacy.items is not None else set()  # by the noise in local steps
+    bare = [kind for kind in sorted(kinds.keys() - covered) if not spent((kind,), privacy)]
+    if never := [kind for kind in bare if kind not in updates and kind not in get_args(Statistic)]:
+        found = f"with {label}, whose silos send {', '.join(never)}, to which no noise can be added"
+        raise InputError("privacy.budget", found, "null, or another method or other options of it, without these")
+    if bare:
+        keys = [f"statistics.{kind}.noise_multiplier" for kind in bare if kind not in updates]
+        keys[:0] = ["noise_multiplier"] * bool(updates & {*bare})
+        also = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
+        allowed = f"above 0 with privacy.budget, as silos of {label} send {', '.join(bare)} in each reply{also}"
+        raise InputError(f"privacy.{keys[0]}", 0, allowed)
+    uploads, budget = [frozenset(kinds.values())], privacy.budget
+    of_one_reply = [(epsilon_of_tasks(scenario, uploads, n, 1, budget.delta), n) for n in {*samples}]
+    least, n = max(of_one_reply)
+    if least > budget.epsilon:
+        whose = "" if privacy.items is None else f" of a silo with {n} training items"
+        raise InputError(
+            "privacy.budget.epsilon",
+            budget.epsilon,
+            f"at least {least:.3g}, which one reply{whose} spends; or more noise",
+        )

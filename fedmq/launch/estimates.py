@@ -23,6 +23,7 @@ import protocols
 from coordinator.participation import RoundsPlan
 from coordinator.peers import InProcessPeers
 from coordinator.run_context import run_context_of
+from fedmq.config.options import as_plain
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
@@ -121,8 +122,10 @@ def estimates(run: ResolvedRun, progress: Progress | None) -> dict[str, object]:
 def _what(run: ResolvedRun) -> Iterator[str]:
     scenario = run.scenario
     yield f"{scenario.name}: {scenario.protocol.label}, seed {scenario.seed}, {scenario.rounds} rounds"
-    options = ", ".join(f"{key}={value}" for key, value in scenario.protocol.options.items())
-    yield f"options: {options or 'none'}"
+    options, kind = scenario.protocol.options, protocols.load(scenario.protocol.name)
+    usual = as_plain(protocols.options_of(kind, {}))
+    others = ", ".join(f"{key}={value}" for key, value in options.items() if usual.get(key) != value)
+    yield f"options: {others or 'the defaults'}{' (others have their defaults)' if others else ''}"
     rate = scenario.participation.rate
     yield f"aggregation: {scenario.aggregation.mode}, {rate:.0%} of the eligible silos selected"
     faults = ", ".join(fault.kind for fault in scenario.faults)

@@ -21,6 +21,7 @@ import torch
 
 import protocols
 from coordinator import checkpoints
+from coordinator.participation import cohort_size
 from coordinator.peers import InProcessPeers, PeerFunction, PeerFunctions
 from coordinator.program import CoordinatorArguments, run_coordinator
 from fedmq.config.resolve import ResolvedRun, resolve
@@ -31,10 +32,10 @@ from fedmq.launch.supervisor import inline_peers
 from fedmq.runs.results import ONE_STEP_TASKS
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder, bytes_of, load_aligned
-from fedmq.text import counted
+from fedmq.text import counted, first_few
 from fedmq.wire.codec import digest
 from fedmq.wire.messages import Kind, Message
-from fedmq.wire.payloads import Payload, tensor_bytes
+from fedmq.wire.payloads import Payload, RouterSums, tensor_bytes
 from protocols.parts.training import steps_per_task
 
 #: Maximum number of merges of a rehearsal; the time after which it ends if it has merged something, and the time after
@@ -209,6 +210,7 @@ class Finding(StrEnum):
     ONE_STEP_TASKS = "one_step_tasks"  # every task is one optimiser step
     EQUALS_FEDAVG = "equals_fedavg"  # the method trains the same model as FedAvg, or nearly
     OPTION_WITHOUT_EFFECT = "option_without_effect"  # an option that is set does not change a single bit
+    LITTLE_PRIVACY = "little_privacy"  # a setting of privacy that protects less than it seems to
     NOT_COMPARED = "not_compared"  # something could not be compared
 
 
@@ -221,7 +223,7 @@ class CheckWarning:
 
 
 def check_warnings(run: ResolvedRun, population: Population, merges: int, most: int) -> Iterator[CheckWarning]:
-    """Warn of tasks of a single step, a method that is FedAvg, and options without effect.
+    """Warn of tasks of a single step, a method that is FedAvg, options without effect, and sums of two silos.
 
     The first rounds are carried out with all parts of the method switched on from the start, then with FedAvg, and then
     without each option that the scenario sets. Everything that is sent and stored is compared.
@@ -235,6 +237,8 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
     steps = _steps(run.scenario, population)
     if steps == {1}:
         yield CheckWarning(Finding.ONE_STEP_TASKS, ONE_STEP_TASKS)
+    for line in _little_privacy(run.scenario, population):
+        yield CheckWarning(Finding.LITTLE_PRIVACY, line)
     if not merges:
         yield CheckWarning(
             Finding.NOT_COMPARED, "neither the method nor its options are compared: a task takes too long"
@@ -250,6 +254,26 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
     evened = len(steps) > 1 and len(_steps(run.scenario, part)) == 1
     yield from _compared_with_fedavg(run, part, usual, evened=evened)
     yield from _compared_without_options(run, given, part, usual)
+
+
+def _little_privacy(scenario: Scenario, population: Population) -> Iterator[str]:
+    """Groups of items that are larger than a silo, and sums of two silos, from which each learns the other's part."""
+    context = population.context(scenario, population.build_model(scenario, "cpu", ()))
+    method, items = protocols.create(scenario.protocol, context), scenario.privacy.items
+    eligible = list(filter(method.eligible, context.silos))
+    if items is not None:
+        sizes = {silo.name: len(population.train[silo.index]) for silo in eligible}
+        if small := [name for name, size in sizes.items() if size < items.group]:
+            fewest = min(sizes.values())
+            yield (
+                f"privacy.items.group: {items.group} is more than the training items of {first_few(small, 3)}, where "
+                f"all items are one group; at most {max(1, fewest // 2)} makes several"
+            )
+    added = scenario.privacy.secure_aggregation is not None or any(
+        RouterSums in method.uploads(one) for one in eligible
+    )
+    if added and cohort_size(scenario.participation.rate, len(eligible)) == 2:
+        yield "a round has two silos, and each can subtract its own part from their sum, which leaves the other's"
 
 
 def _steps(scenario: Scenario, population: Population) -> set[int]:

@@ -21,9 +21,12 @@ from torch import Tensor
 from fedmq.config.sections import MissingModality
 from fedmq.data.partition import assignment_seed
 from fedmq.data.prepared_arrays import Prepared, Present, first_rows, mapped
+from fedmq.errors import InputError
 from fedmq.seeds import numpy_generator
 
 I64 = npt.NDArray[np.int64]
+#: Size of a row from which reading it takes less time than a page fault for it [bytes].
+_LONG_ROW = 1024
 
 
 # --- items ----------------------------------------------------------------------------------------------------------
@@ -181,7 +184,16 @@ class SiloDataset:
 
 def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
     """Copy rows of an array on disk into memory; reads only the pages that hold them."""
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped(path))[rows]))
+    array = mapped(path)
+    if not isinstance(array, np.memmap) or array[:1].nbytes < _LONG_ROW or not array.flags.c_contiguous:
+        return torch.from_numpy(np.ascontiguousarray(np.asarray(array)[rows]))
+    found = np.empty((len(rows), *array.shape[1:]), array.dtype)
+    with path.open("rb", buffering=0) as file:
+        for row, place in zip(found.reshape(len(rows), -1).view(np.uint8), rows.tolist(), strict=True):
+            file.seek(array.offset + place * row.nbytes)
+            if file.readinto(row.data) != row.nbytes:
+                raise InputError(str(path), "a file that became shorter", "the prepared data as they were opened")
+    return torch.from_numpy(found)
 
 
 def _captions_of(prepared: Prepared, items: npt.NDArray[np.int64]) -> tuple[CaptionRows, Tensor]:

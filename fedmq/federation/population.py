@@ -312,7 +312,7 @@ def own_population(scenario: Scenario, name: str, prepared: Prepared, agreed: Ru
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
-    kept: npt.NDArray[np.bool_] = np.all(prepared.present, axis=1)
+    kept: npt.NDArray[np.bool_] = prepared.present[:, 0] & prepared.present[:, 1]  # faster than along the short axis
     for each in (scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])):
         kept[prepared.rows(each)] = False
     return np.flatnonzero(kept)

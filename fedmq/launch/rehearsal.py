@@ -40,7 +40,7 @@ from protocols.parts.training import steps_per_task
 
 #: Maximum number of merges of a rehearsal; the time after which it ends if it has merged something, and the time after
 #: which it ends at the next task in any case [s].
-_MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 2.0, 15.0
+_MERGES, _ENOUGH_SECONDS, _MOST_SECONDS = 3, 1.0, 15.0
 #: Number of queries, and of gallery items, to which a rehearsal reduces a larger split; fewer for a comparison of
 #: options, which estimates no times.
 _EVALUATED, _COMPARED = 1000, 100
@@ -181,12 +181,13 @@ def _carry_out(
     place: Path,
     through: Callable[[str, PeerFunction, Message], tuple[Payload, ...]],
     note: Callable[[Status], None] = lambda status: None,
-    over: Callable[[], bool] = lambda: False,
+    over: Callable[[], bool] | None = None,
 ) -> None:
     """Carry out a run without its faults and secure sums, in the folder ``place``, until ``over`` is true.
 
-    ``through`` answers every request, given the name and the function of its silo or evaluator. Silos and evaluator
-    have the data of ``population``, which may be a part of the run's.
+    ``through`` answers every request, given the name and the function of its silo or evaluator: with ``over`` one at a
+    time, so that each can be timed, otherwise several at a time. Silos and evaluator have the data of ``population``,
+    which may be a part of the run's.
     """
     # Silos in one process have no keys for masks. Without noise the masks cancel, so the model is nearly the same.
     privacy = run.scenario.privacy.model_copy(update={"secure_aggregation": None, "adaptive_clip": None})
@@ -195,12 +196,15 @@ def _carry_out(
 
     def peers(_: Population) -> PeerFunctions:
         made = inline_peers(run, RunFolder(place), population.prepared.folder, population)
-        # One at a time, so that each can be timed.
         answers = {each: partial(through, each, made.answers[each]) for each in made.answers}
-        return replace(made, answers=answers, pool=None)
+        return replace(made, answers=answers, pool=made.pool if over is None else None)
 
-    arguments = CoordinatorArguments(run, InProcessPeers.uri, place, place, data=population.prepared.folder)
-    run_coordinator(arguments, status=note, stop_wanted=over, peers=peers)
+    # A run's merge takes as long as its checkpoint; a comparison needs the last one.
+    rarely = 0.0 if over else math.inf
+    arguments = CoordinatorArguments(
+        run, InProcessPeers.uri, place, place, data=population.prepared.folder, checkpoint_seconds=rarely
+    )
+    run_coordinator(arguments, status=note, stop_wanted=over or (lambda: False), peers=peers)
 
 
 # -------------------------------------------------------------------------------------------- settings without effect

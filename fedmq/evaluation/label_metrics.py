@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise, starmap
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -258,27 +258,33 @@ class _Chunk:
     recall: F64  # float64 [N], sum over queries of the recall gained at each rank; likewise
 
 
-def _in_threads(work: Callable[[T], _Chunk], blocks: Iterable[Sequence[T]]) -> Iterator[_Chunk]:
-    """The work on each part of each block, in order, on as many threads as torch may use.
-
-    A block is read when those before it are done: torch needs all threads for the products of the next one.
-    """
+def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], threads: int | None) -> Iterator[_Chunk]:
+    """The work on each block, in order, on some threads; None takes as many as torch, which then has one in each."""
     import torch  # noqa: PLC0415 - the audit of message logs does without torch
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for parts in blocks:
-            yield from pool.map(work, parts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads or before) as pool:
+            for chunks in pool.map(work, blocks):
+                yield from chunks
+    finally:
+        torch.set_num_threads(before)
 
 
 def _summarise(
-    blocks: Iterable[Sequence[T]], ranked: Callable[[T], Iterator[Ranked]], requested: _Requested, empty: Empty
+    blocks: Sequence[slice],
+    ranked: Callable[[slice], Iterator[Iterable[Ranked]]],
+    requested: _Requested,
+    empty: Empty,
+    threads: int | None,
 ) -> RankingMetrics:
-    """Rank the queries part by part and average their values."""
+    """Rank the queries block by block, in each of them part by part, and average their values."""
     lists, length = _Lists(requested), requested.items if requested.rank_curve else 0
 
-    def work(part: T) -> _Chunk:
+    def chunk_of(part: Iterable[Ranked]) -> _Chunk:
         chunk = _Chunk([], np.zeros(length, np.int64), np.zeros(length))
-        for query in ranked(part):
+        for query in part:
             chunk.values.append(lists.values(query))
             if length:
                 chunk.hits[query.places] += 1
@@ -287,7 +293,7 @@ def _summarise(
 
     values: list[_Values] = []
     hits, recall = np.zeros(length, np.int64), np.zeros(length)
-    for chunk in _in_threads(work, blocks):
+    for chunk in _in_threads(lambda block: [chunk_of(part) for part in ranked(block)], blocks, threads):
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
@@ -380,6 +386,7 @@ def hamming_metrics(
     bits: int | None = None,
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
+    threads: int | None = None,
 ) -> RankingMetrics:
     """Label metrics of ranking codes by Hamming distance; an item is relevant if it shares a label with the query.
 
@@ -399,6 +406,7 @@ def hamming_metrics(
             hashing code), of all relevant items (``total``), or the smaller of R and the latter (``min``).
         empty: whether a query without relevant items counts as 0 in mAP and mAP@R (``zero``), or is left out (``skip``,
             as in FedCMR). In either case, NDCG counts it as 0, and precision and recall leave it out.
+        threads: number of threads that rank; None takes torch's number.
 
     Raises:
         ValueError: shapes do not match, or a cut-off is below 1.
@@ -416,12 +424,12 @@ def hamming_metrics(
         len(gallery), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, length if curves else 0, curves, True
     )
 
-    def ranked(part: slice) -> Iterator[Ranked]:
-        for code, labels in zip(query.T[part], query_label.T[part], strict=True):
-            yield hamming_ranked(code, database, hamming.shared(labels, label), length)
+    def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
+        both = zip(query.T[block], query_label.T[block], strict=True)
+        yield (hamming_ranked(code, database, hamming.shared(labels, label), length) for code, labels in both)
 
-    parts = [slice(start, start + CHUNK_QUERIES) for start in range(0, len(queries), CHUNK_QUERIES)]
-    return _summarise([parts], ranked, requested, empty)
+    blocks = [slice(start, start + CHUNK_QUERIES) for start in range(0, len(queries), CHUNK_QUERIES)]
+    return _summarise(blocks, ranked, requested, empty, threads)
 
 
 def cosine_metrics(
@@ -438,6 +446,7 @@ def cosine_metrics(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
     expected: bool = True,
+    threads: int | None = None,
 ) -> RankingMetrics:
     """Label metrics of ranking real-valued embeddings by cosine similarity, computed in float32.
 
@@ -454,6 +463,7 @@ def cosine_metrics(
         denominator: denominator of mAP@R; see :func:`hamming_metrics`.
         empty: how queries without relevant items count; see :func:`hamming_metrics`.
         expected: whether to compute ``map_expected``, a third of the time; embeddings hardly tie.
+        threads: number of threads that rank; None takes torch's number.
 
     Raises:
         ValueError: shapes do not match, or a cut-off is below 1.
@@ -473,14 +483,13 @@ def cosine_metrics(
     block, whole = fitting // step * step, len(first) // step * step
     ends = [*range(block, whole, block), whole, len(first)]
 
-    def products() -> Iterator[list[tuple[npt.NDArray[np.float32], hamming.Words]]]:
-        for start, end in pairwise([0, *ends]):
-            scores = tied((first[start:end] @ second.T).cpu().numpy(), same)
-            places = range(start, end, step)
-            yield [(scores[at - start : at - start + step], query_label[:, at : at + step]) for at in places]
+    def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
+        scores = tied((first[block] @ second.T).cpu().numpy(), same)
+        both = zip(scores, query_label.T[block], strict=True)
+        for _ in range(0, len(scores), step):
+            yield (
+                similarity_ranked(similarity, hamming.shared(labels, label), ties=expected)
+                for similarity, labels in islice(both, step)
+            )
 
-    def ranked(part: tuple[npt.NDArray[np.float32], hamming.Words]) -> Iterator[Ranked]:
-        for similarity, labels in zip(part[0], part[1].T, strict=True):
-            yield similarity_ranked(similarity, hamming.shared(labels, label), ties=expected)
-
-    return _summarise(products(), ranked, requested, empty)
+    return _summarise(list(starmap(slice, pairwise([0, *ends]))), ranked, requested, empty, threads)

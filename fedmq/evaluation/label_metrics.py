@@ -1,6 +1,6 @@
 """Exact label metrics of ranked lists (mAP, NDCG, precision, recall) for large galleries.
 
-Queries are ranked one at a time, several threads in parallel: distances, one stable sort, then only the ranks of the
+Queries are ranked a few at a time, several threads in parallel: distances, one stable sort, then only the ranks of the
 relevant items. Memory is a few arrays of the gallery's length per thread, independent of the number of queries. Sums
 are taken in the order of the queries, so that results do not depend on the number of threads. ``tests/definitions.py``
 computes the same values directly from their definitions.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise, starmap
+from itertools import pairwise, starmap
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,6 +35,8 @@ Empty = Literal["zero", "skip"]
 CHUNK_QUERIES = 32
 #: Number of similarities computed at a time.
 CHUNK_SCORES = 1 << 22
+#: Number of similarities sorted at a time: threads wait less for each other than between many short steps.
+CHUNK_RANKED = 1 << 17
 
 
 class Curve(NamedTuple):
@@ -103,12 +105,14 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
     return Ranked(places, ends, np.searchsorted(places, ends))
 
 
-def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True) -> Ranked:
-    """Rank the database by (descending similarity, index); NaN comes last.
+def similarity_ranked(
+    similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True
+) -> Iterator[Ranked]:
+    """Rank the database for each of r queries by (descending similarity, index); NaN comes last.
 
     Args:
-        similarity: float32 [N].
-        relevant: bool [N].
+        similarity: float32 [r, N].
+        relevant: bool [r, N].
         ties: whether to find the blocks of ties; without them, ``ends`` and ``hits`` are empty.
     """
     if np.isnan(similarity.max(initial=-np.inf)):  # the maximum of any NaN is NaN
@@ -119,22 +123,24 @@ def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, t
     bits ^= ~(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)
     keys = bits.view(np.uint32)
     order = _stable_order(keys)
-    places = np.flatnonzero(relevant.take(order))
-    if not ties:
-        return Ranked(places, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    rising = keys[order]
-    ends = np.flatnonzero(np.append(rising[1:] != rising[:-1], [True] * (len(keys) > 0))) + 1
-    return Ranked(places, ends, np.searchsorted(places, ends))
+    flags = relevant.take(order)
+    for row in range(len(keys)):
+        places, ends = np.flatnonzero(flags[row]), np.zeros(0, np.int64)
+        if ties:
+            rising = keys.take(order[row])
+            ends = np.flatnonzero(np.append(rising[1:] != rising[:-1], [True] * (len(rising) > 0))) + 1
+        yield Ranked(places, ends, np.searchsorted(places, ends))
 
 
 def _stable_order(keys: npt.NDArray[np.uint32]) -> I64:
-    """Order int64 [N] of a stable sort of keys [N], by their low and then by their high half.
+    """Flat indices int64 [r, N] that sort each row of keys [r, N] stably, by their low and then by their high half.
 
     NumPy sorts 16-bit integers by radix: twice is five times as fast as one stable sort of 32-bit integers.
     """
-    low = np.argsort(keys.astype(np.uint16), kind="stable")
+    begins = np.arange(len(keys))[:, None] * keys.shape[1]
+    low = np.argsort(keys.astype(np.uint16), axis=1, kind="stable") + begins
     high = (keys >> np.uint32(16)).astype(np.uint16)
-    return low.take(np.argsort(high.take(low), kind="stable"))
+    return low.take(np.argsort(high.take(low), axis=1, kind="stable") + begins)
 
 
 def tie_averaged_ap(ends: I64, hits: I64, harmonic: F64) -> float:
@@ -477,7 +483,7 @@ def cosine_metrics(
     label = label[:, order]
     requested = _Requested(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves, expected)
     fitting, same = max(1, CHUNK_SCORES // max(1, len(second))), first_of_rows(second)
-    step = min(CHUNK_QUERIES, fitting)
+    step, rows = min(CHUNK_QUERIES, fitting), max(1, CHUNK_RANKED // max(1, len(second)))
     # One product for all parts of a block takes half the time of a product for each, with the same bits. The bits of
     # a shorter last part may depend on its length, so that it is a block of its own.
     block, whole = fitting // step * step, len(first) // step * step
@@ -485,11 +491,13 @@ def cosine_metrics(
 
     def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
         scores = tied((first[block] @ second.T).cpu().numpy(), same)
-        both = zip(scores, query_label.T[block], strict=True)
-        for _ in range(0, len(scores), step):
+        labels = query_label[:, block]
+        for start in range(0, len(scores), step):
+            some = (slice(at, min(at + rows, start + step)) for at in range(start, min(start + step, len(scores)), rows))
             yield (
-                similarity_ranked(similarity, hamming.shared(labels, label), ties=expected)
-                for similarity, labels in islice(both, step)
+                ranked
+                for part in some
+                for ranked in similarity_ranked(scores[part], hamming.shared(labels[:, part], label), ties=expected)
             )
 
     return _summarise(list(starmap(slice, pairwise([0, *ends]))), ranked, requested, empty, threads)

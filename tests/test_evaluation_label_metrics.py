@@ -102,7 +102,7 @@ def test_similarities_of_any_sign_are_ranked_like_a_stable_sort(values: list[flo
         relevant = np.arange(len(values)) == item
         lowest = np.where(np.isnan(similarity), np.float32(-np.inf), similarity)
         place = int(np.flatnonzero(np.argsort(-lowest, kind="stable") == item)[0])
-        found = label_metrics.similarity_ranked(similarity, relevant)
+        (found,) = label_metrics.similarity_ranked(similarity[None], relevant[None])
         assert found.places.tolist() == [place]
         assert found.ends.tolist() == np.cumsum(np.unique(-lowest, return_counts=True)[1]).tolist()
 
@@ -110,17 +110,17 @@ def test_similarities_of_any_sign_are_ranked_like_a_stable_sort(values: list[flo
 @pytest.mark.parametrize("values", [1, 3, 1000, 1 << 20])
 def test_rankings_of_many_ties_are_those_of_one_stable_sort(values: int) -> None:
     generator = np.random.default_rng(values)
-    similarity = (generator.integers(-values, values, 5000) / np.float32(values)).astype(np.float32)
-    similarity[generator.integers(0, 5000, 20)] = np.nan
-    relevant = generator.random(5000) < 0.2
+    similarity = (generator.integers(-values, values, (3, 5000)) / np.float32(values)).astype(np.float32)
+    similarity[generator.integers(0, 3, 20), generator.integers(0, 5000, 20)] = np.nan
+    relevant = generator.random((3, 5000)) < 0.2
     lowest = np.where(np.isnan(similarity), np.float32(-np.inf), similarity)
-    found = label_metrics.similarity_ranked(similarity, relevant)
-    places = np.flatnonzero(relevant[np.argsort(-lowest, kind="stable")])
-    assert np.array_equal(found.places, places)
-    assert np.array_equal(found.ends, np.cumsum(np.unique(-lowest, return_counts=True)[1]))
-    assert np.array_equal(found.hits, np.searchsorted(places, found.ends))
-    alone = label_metrics.similarity_ranked(similarity, relevant, ties=False)
-    assert np.array_equal(alone.places, places)
+    both = (label_metrics.similarity_ranked(similarity, relevant, ties=ties) for ties in (True, False))
+    for row, flags, found, alone in zip(lowest, relevant, *both, strict=True):
+        places = np.flatnonzero(flags[np.argsort(-row, kind="stable")])
+        assert np.array_equal(found.places, places)
+        assert np.array_equal(found.ends, np.cumsum(np.unique(-row, return_counts=True)[1]))
+        assert np.array_equal(found.hits, np.searchsorted(places, found.ends))
+        assert np.array_equal(alone.places, places)
 
 
 def test_map_is_the_same_whether_or_not_ties_are_averaged() -> None:
@@ -168,6 +168,7 @@ def test_cosine_ranking_does_not_depend_on_the_chunk_size(monkeypatch: pytest.Mo
     whole = label_metrics.cosine_metrics(*vectors, *labels, at=(5,), ndcg_at=(5,))
     monkeypatch.setattr(label_metrics, "CHUNK_SCORES", 100)
     monkeypatch.setattr(label_metrics, "CHUNK_QUERIES", 3)
+    monkeypatch.setattr(label_metrics, "CHUNK_RANKED", 100)
     assert_equal(label_metrics.cosine_metrics(*vectors, *labels, at=(5,), ndcg_at=(5,)), whole)
 
 

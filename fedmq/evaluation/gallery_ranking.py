@@ -94,6 +94,7 @@ def rank(
     *,
     top_n: Sequence[int] = (),
     curves: bool = False,
+    threads: int | None = None,
 ) -> dict[Way, label_metrics.RankingMetrics]:
     """Label metrics by direction of retrieval (image to text, image to image, ...), one text per item.
 
@@ -105,6 +106,7 @@ def rank(
         ways: directions of retrieval.
         top_n: cut-offs N of precision@N and recall@N.
         curves: also compute precision and recall at every rank and Hamming radius.
+        threads: number of threads that rank; None takes torch's number.
 
     Raises:
         ValueError: queries or gallery have no labels.
@@ -129,6 +131,7 @@ def rank(
             top_n=top_n,
             curves=curves,
             order_seed=order,
+            threads=threads,
         )
         for way in ways
     }

@@ -74,10 +74,13 @@ def distances(query: Words, database: Words) -> npt.NDArray[np.uint8] | npt.NDAr
 
 
 def shared(query: Words, database: Words) -> npt.NDArray[np.bool_]:
-    """Whether one item has a bit (a label) in common with each item of a database: [W] and [W, n] to bool [n]."""
-    result: npt.NDArray[np.bool_] = (database[0] & query[0]) != 0
+    """Whether one item, or each of r items, has a bit (a label) in common with each item of a database.
+
+    [W] and [W, n] to bool [n], or [W, r] and [W, n] to bool [r, n].
+    """
+    result: npt.NDArray[np.bool_] = (database[0] & query[0][..., None]) != 0
     for word, others in zip(query[1:], database[1:], strict=True):
-        result |= (others & word) != 0
+        result |= (others & word[..., None]) != 0
     return result
 
 

@@ -90,17 +90,19 @@ class HeldOut:
         measures = measures_of(scenario.evaluation)
         return cls(scenario, _with_fine_labels(population, population.evaluated), items, gallery, own, measures)
 
-    def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
+    def measured(
+        self, encoders: Encoders, *, binary: bool, names: Collection[str], threads: int | None = None
+    ) -> Metrics:
         """Evaluate a model on the whole split, and on the parts of some silos.
 
         A silo's queries are its part of the split. They retrieve from the whole gallery, so that the metrics of silos
         of different sizes have the same chance level; with ``evaluation.silo_gallery: own`` from the silo's part of it,
-        which has the same proportions as its training items.
+        which has the same proportions as its training items. ``threads``: see :class:`Measured`.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
         embedded = embed(encoders, self.dataset, binary=binary)
         gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
-        whole = Measured(embedded, evaluation, gallery, seed)
+        whole = Measured(embedded, evaluation, gallery, seed, threads=threads)
         per_silo: dict[str, dict[str, float]] = {}
         for name in names:
             part = whole.silo(self.items[name])

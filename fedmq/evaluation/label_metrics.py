@@ -1,6 +1,6 @@
 """Exact label metrics of ranked lists (mAP, NDCG, precision, recall) for large galleries.
 
-Queries are ranked one at a time, several threads in parallel: distances, one stable sort, then only the ranks of the
+Queries are ranked a few at a time, several threads in parallel: distances, one stable sort, then only the ranks of the
 relevant items. Memory is a few arrays of the gallery's length per thread, independent of the number of queries. Sums
 are taken in the order of the queries, so that results do not depend on the number of threads. ``tests/definitions.py``
 computes the same values directly from their definitions.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,6 +35,8 @@ Empty = Literal["zero", "skip"]
 CHUNK_QUERIES = 32
 #: Number of similarities computed at a time.
 CHUNK_SCORES = 1 << 22
+#: Number of similarities sorted at a time: threads wait less for each other than between many short steps.
+CHUNK_RANKED = 1 << 17
 
 
 class Curve(NamedTuple):
@@ -103,12 +105,14 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
     return Ranked(places, ends, np.searchsorted(places, ends))
 
 
-def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True) -> Ranked:
-    """Rank the database by (descending similarity, index); NaN comes last.
+def similarity_ranked(
+    similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True
+) -> Iterator[Ranked]:
+    """Rank the database for each of r queries by (descending similarity, index); NaN comes last.
 
     Args:
-        similarity: float32 [N].
-        relevant: bool [N].
+        similarity: float32 [r, N].
+        relevant: bool [r, N].
         ties: whether to find the blocks of ties; without them, ``ends`` and ``hits`` are empty.
     """
     if np.isnan(similarity.max(initial=-np.inf)):  # the maximum of any NaN is NaN
@@ -119,22 +123,24 @@ def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, t
     bits ^= ~(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)
     keys = bits.view(np.uint32)
     order = _stable_order(keys)
-    places = np.flatnonzero(relevant.take(order))
-    if not ties:
-        return Ranked(places, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    rising = keys[order]
-    ends = np.flatnonzero(np.append(rising[1:] != rising[:-1], [True] * (len(keys) > 0))) + 1
-    return Ranked(places, ends, np.searchsorted(places, ends))
+    flags = relevant.take(order)
+    for row in range(len(keys)):
+        places, ends = np.flatnonzero(flags[row]), np.zeros(0, np.int64)
+        if ties:
+            rising = keys.take(order[row])
+            ends = np.flatnonzero(np.append(rising[1:] != rising[:-1], [True] * (len(rising) > 0))) + 1
+        yield Ranked(places, ends, np.searchsorted(places, ends))
 
 
 def _stable_order(keys: npt.NDArray[np.uint32]) -> I64:
-    """Order int64 [N] of a stable sort of keys [N], by their low and then by their high half.
+    """Flat indices int64 [r, N] that sort each row of keys [r, N] stably, by their low and then by their high half.
 
     NumPy sorts 16-bit integers by radix: twice is five times as fast as one stable sort of 32-bit integers.
     """
-    low = np.argsort(keys.astype(np.uint16), kind="stable")
+    begins = np.arange(len(keys))[:, None] * keys.shape[1]
+    low = np.argsort(keys.astype(np.uint16), axis=1, kind="stable") + begins
     high = (keys >> np.uint32(16)).astype(np.uint16)
-    return low.take(np.argsort(high.take(low), kind="stable"))
+    return low.take(np.argsort(high.take(low), axis=1, kind="stable") + begins)
 
 
 def tie_averaged_ap(ends: I64, hits: I64, harmonic: F64) -> float:
@@ -258,27 +264,33 @@ class _Chunk:
     recall: F64  # float64 [N], sum over queries of the recall gained at each rank; likewise
 
 
-def _in_threads(work: Callable[[T], _Chunk], blocks: Iterable[Sequence[T]]) -> Iterator[_Chunk]:
-    """The work on each part of each block, in order, on as many threads as torch may use.
-
-    A block is read when those before it are done: torch needs all threads for the products of the next one.
-    """
+def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], threads: int | None) -> Iterator[_Chunk]:
+    """The work on each block, in order, on some threads; None takes as many as torch, which then has one in each."""
     import torch  # noqa: PLC0415 - the audit of message logs does without torch
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for parts in blocks:
-            yield from pool.map(work, parts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads or before) as pool:
+            for chunks in pool.map(work, blocks):
+                yield from chunks
+    finally:
+        torch.set_num_threads(before)
 
 
 def _summarise(
-    blocks: Iterable[Sequence[T]], ranked: Callable[[T], Iterator[Ranked]], requested: _Requested, empty: Empty
+    blocks: Sequence[slice],
+    ranked: Callable[[slice], Iterator[Iterable[Ranked]]],
+    requested: _Requested,
+    empty: Empty,
+    threads: int | None,
 ) -> RankingMetrics:
-    """Rank the queries part by part and average their values."""
+    """Rank the queries block by block, in each of them part by part, and average their values."""
     lists, length = _Lists(requested), requested.items if requested.rank_curve else 0
 
-    def work(part: T) -> _Chunk:
+    def chunk_of(part: Iterable[Ranked]) -> _Chunk:
         chunk = _Chunk([], np.zeros(length, np.int64), np.zeros(length))
-        for query in ranked(part):
+        for query in part:
             chunk.values.append(lists.values(query))
             if length:
                 chunk.hits[query.places] += 1
@@ -287,7 +299,7 @@ def _summarise(
 
     values: list[_Values] = []
     hits, recall = np.zeros(length, np.int64), np.zeros(length)
-    for chunk in _in_threads(work, blocks):
+    for chunk in _in_threads(lambda block: [chunk_of(part) for part in ranked(block)], blocks, threads):
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
@@ -380,6 +392,7 @@ def hamming_metrics(
     bits: int | None = None,
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
+    threads: int | None = None,
 ) -> RankingMetrics:
     """Label metrics of ranking codes by Hamming distance; an item is relevant if it shares a label with the query.
 
@@ -399,6 +412,7 @@ def hamming_metrics(
             hashing code), of all relevant items (``total``), or the smaller of R and the latter (``min``).
         empty: whether a query without relevant items counts as 0 in mAP and mAP@R (``zero``), or is left out (``skip``,
             as in FedCMR). In either case, NDCG counts it as 0, and precision and recall leave it out.
+        threads: number of threads that rank; None takes torch's number.
 
     Raises:
         ValueError: shapes do not match, or a cut-off is below 1.
@@ -416,12 +430,12 @@ def hamming_metrics(
         len(gallery), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, length if curves else 0, curves, True
     )
 
-    def ranked(part: slice) -> Iterator[Ranked]:
-        for code, labels in zip(query.T[part], query_label.T[part], strict=True):
-            yield hamming_ranked(code, database, hamming.shared(labels, label), length)
+    def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
+        both = zip(query.T[block], query_label.T[block], strict=True)
+        yield (hamming_ranked(code, database, hamming.shared(labels, label), length) for code, labels in both)
 
-    parts = [slice(start, start + CHUNK_QUERIES) for start in range(0, len(queries), CHUNK_QUERIES)]
-    return _summarise([parts], ranked, requested, empty)
+    blocks = [slice(start, start + CHUNK_QUERIES) for start in range(0, len(queries), CHUNK_QUERIES)]
+    return _summarise(blocks, ranked, requested, empty, threads)
 
 
 def cosine_metrics(
@@ -438,6 +452,7 @@ def cosine_metrics(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
     expected: bool = True,
+    threads: int | None = None,
 ) -> RankingMetrics:
     """Label metrics of ranking real-valued embeddings by cosine similarity, computed in float32.
 
@@ -454,6 +469,7 @@ def cosine_metrics(
         denominator: denominator of mAP@R; see :func:`hamming_metrics`.
         empty: how queries without relevant items count; see :func:`hamming_metrics`.
         expected: whether to compute ``map_expected``, a third of the time; embeddings hardly tie.
+        threads: number of threads that rank; None takes torch's number.
 
     Raises:
         ValueError: shapes do not match, or a cut-off is below 1.
@@ -467,20 +483,21 @@ def cosine_metrics(
     label = label[:, order]
     requested = _Requested(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves, expected)
     fitting, same = max(1, CHUNK_SCORES // max(1, len(second))), first_of_rows(second)
-    step = min(CHUNK_QUERIES, fitting)
+    step, rows = min(CHUNK_QUERIES, fitting), max(1, CHUNK_RANKED // max(1, len(second)))
     # One product for all parts of a block takes half the time of a product for each, with the same bits. The bits of
     # a shorter last part may depend on its length, so that it is a block of its own.
     block, whole = fitting // step * step, len(first) // step * step
     ends = [*range(block, whole, block), whole, len(first)]
 
-    def products() -> Iterator[list[tuple[npt.NDArray[np.float32], hamming.Words]]]:
-        for start, end in pairwise([0, *ends]):
-            scores = tied((first[start:end] @ second.T).cpu().numpy(), same)
-            places = range(start, end, step)
-            yield [(scores[at - start : at - start + step], query_label[:, at : at + step]) for at in places]
+    def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
+        scores = tied((first[block] @ second.T).cpu().numpy(), same)
+        labels = query_label[:, block]
+        for start in range(0, len(scores), step):
+            some = (slice(at, min(at + rows, start + step)) for at in range(start, min(start + step, len(scores)), rows))
+            yield (
+                ranked
+                for part in some
+                for ranked in similarity_ranked(scores[part], hamming.shared(labels[:, part], label), ties=expected)
+            )
 
-    def ranked(part: tuple[npt.NDArray[np.float32], hamming.Words]) -> Iterator[Ranked]:
-        for similarity, labels in zip(part[0], part[1].T, strict=True):
-            yield similarity_ranked(similarity, hamming.shared(labels, label), ties=expected)
-
-    return _summarise(products(), ranked, requested, empty)
+    return _summarise(list(starmap(slice, pairwise([0, *ends]))), ranked, requested, empty, threads)

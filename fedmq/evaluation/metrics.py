@@ -131,6 +131,7 @@ class Measured:
     # The whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its items
     # that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
     part: tuple[Measured, npt.NDArray[np.int64]] | None = None
+    threads: int | None = None  # number of threads that rank; None takes torch's number
 
     def silo(self, items: npt.NDArray[np.int64]) -> Measured:
         """Some of the items, by index int64 [k], ascending, as queries into this gallery.
@@ -181,7 +182,8 @@ class Measured:
 
     def _ranked(self, ways: tuple[Way, Way]) -> Mapping[Way, RankingMetrics]:
         if self.part is None:
-            return rank(self.queries, self.gallery or self.queries, self.evaluation, self.seed, ways)
+            gallery = self.gallery or self.queries
+            return rank(self.queries, gallery, self.evaluation, self.seed, ways, threads=self.threads)
         whole, items = self.part
         rankings = whole.rankings if ways == ("i2t", "t2i") else whole.rankings_within
         return {way: ranking.of(items) for way, ranking in rankings.items()}

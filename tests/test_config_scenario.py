@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, get_origin, get_type_hints
 
@@ -342,6 +342,16 @@ def test_aliases_that_expand_without_bound_are_refused_by_every_reader(tmp_path:
         with pytest.raises(InputError, match="--set"):
             scenarios.apply_settings({}, [f"name={{{', '.join(text.splitlines())}}}"])
     assert time.process_time() - started < 25
+
+
+def test_a_missing_file_is_refused_with_the_kind_that_was_expected(tmp_path: Path) -> None:
+    kinds: list[tuple[Callable[[Path], object], str]] = [
+        (scenarios.load, "a scenario"), (files.read_comparison, "a scenario or comparison"),
+        (files.read_search, "a tuning"), (read_policy, "a policy"), (read_site, "a site"),
+    ]  # fmt: skip
+    for reader, kind in kinds:
+        with pytest.raises(InputError, match=rf"no such file', allowed: {kind} file \(YAML\)"):
+            reader(tmp_path / "x.yaml")
 
 
 def test_pipes_and_large_files_are_refused_unread(tmp_path: Path) -> None:

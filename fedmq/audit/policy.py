@@ -119,7 +119,7 @@ def read_policy(path: Path) -> Policy:
     Raises:
         InputError: it cannot be read, a key or value is not allowed, or it limits nothing.
     """
-    raw = read_yaml(path)
+    raw = read_yaml(path, "a policy")
     try:
         policy = Policy.model_validate(raw)
     except ValidationError as error:

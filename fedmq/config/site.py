@@ -60,7 +60,7 @@ def read_site(path: Path) -> Site:
         InputError: it cannot be read, or a key or value is not allowed; the place names the file, line and key.
     """
     try:
-        raw = read_yaml(path)
+        raw = read_yaml(path, "a site")
     except InputError as error:
         raise InputError(error.place, error.found, _ALLOWED) from None
     if "file" in raw:

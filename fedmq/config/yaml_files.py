@@ -116,8 +116,8 @@ def dump(value: object) -> str:
     return text.getvalue()
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping.
+def read_yaml(path: Path, kind: str = "a scenario") -> dict[str, Any]:
+    """Read a YAML mapping; an error names the kind of file that is expected.
 
     Raises:
         InputError: the file is missing, unreadable, too large, not YAML, or not a mapping.
@@ -126,12 +126,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         about = path.stat()
         # Reading or even opening a pipe or device may block forever.
         if not (stat.S_ISREG(about.st_mode) or path.is_dir()):
-            raise InputError(str(path), "no regular file", "a scenario file (YAML)")
+            raise InputError(str(path), "no regular file", f"{kind} file (YAML)")
         if about.st_size > MAX_BYTES:
             raise InputError(str(path), f"{about.st_size:,} bytes", f"a YAML file of at most {MAX_BYTES:,} bytes")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(str(path), "no such file", "a scenario file (YAML)") from None
+        raise InputError(str(path), "no such file", f"{kind} file (YAML)") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: line {line_of(error)}", "bytes that are not UTF-8", "UTF-8 text") from None
     except (OSError, ValueError) as error:
@@ -151,7 +151,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ERRORS as error:
         raise InputError(str(path), str(error).splitlines()[0], "valid YAML") from None
     if not isinstance(loaded, dict):
-        raise InputError(str(path), type(loaded).__name__, "a mapping of scenario keys")
+        raise InputError(str(path), type(loaded).__name__, f"the keys of {kind} file, each with its value")
     return loaded
 
 

@@ -121,7 +121,7 @@ def read_comparison(path: Path) -> ComparisonFile | None:
     Raises:
         InputError: it cannot be read, or a key or value in it is not allowed; the error names file, line and key.
     """
-    raw = read_yaml(path)
+    raw = read_yaml(path, "a scenario or comparison")
     if not is_comparison(raw):
         return None
     if all(kind in raw for kind in KINDS):
@@ -291,7 +291,7 @@ def read_search(path: Path) -> TuneFile:
     Raises:
         InputError: it cannot be read, or a key or value in it is not allowed; the error names file, line and key.
     """
-    raw = read_yaml(path)
+    raw = read_yaml(path, "a tuning")
     if "tune" not in raw:
         raise InputError(str(path), "no key tune", "a tuning file, see docs/howto/tune.md")
     try:

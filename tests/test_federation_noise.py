@@ -133,6 +133,24 @@ def test_epsilon_is_dp_accountings_for_the_same_events() -> None:
     assert epsilon_of(spent(("geometry",), privacy), 1e-5) == 0.0, "clipped, without noise"
 
 
+#: Options that change nothing: no noise, and clipping norms that nothing reaches. Of a silo with one modality, the
+#: geometry has a ratio of about 1e7.
+NOTHING = (
+    "privacy={clip_norm: 1.0e+9, noise_multiplier: 0, capture: true, least_support: 1, "
+    "statistics: {loss: {clip_norm: 1.0e+9}, geometry: {clip_norm: 1.0e+9}, modality_prototypes: {clip_norm: 1.0e+9}}}"
+)
+
+
+def test_without_noise_and_with_nothing_to_clip_a_run_is_the_plain_one_to_the_bit(tiny: Path, tmp_path: Path) -> None:
+    digests = []
+    for number, privacy in enumerate(("privacy={}", "privacy={clip_norm: null, noise_multiplier: 0}", NOTHING)):
+        summary = in_process_run.run(resolved(tiny, privacy), tmp_path / str(number)).summary
+        assert summary is not None and summary.versions == 4
+        digests.append(summary.model_digest)
+    clipped = in_process_run.run(resolved(tiny, NOTHING.replace("1.0e+9", "1.0e-3")), tmp_path / "clipped").summary
+    assert clipped is not None and digests == [digests[0]] * 3 != [clipped.model_digest] * 3
+
+
 def test_a_budget_allows_the_largest_number_of_tasks_within_it() -> None:
     kinds = [frozenset({Delta}), frozenset({Delta, Loss})]
     noise = {"clip_norm": 1.0, "noise_multiplier": 4.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,10 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.config.privacy import Noise, Privacy, Statistic
 from fedmq.errors import InputError
 from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, protected, spent
+from fedmq.launch.forkserver import CONTEXT, private_folder, warm_up
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import MessageRecord, StartRecord, read_log
+from fedmq.wire.messages import Kind
 from fedmq.wire.payloads import (
     ClassPrototypes,
     ControlVariate,
@@ -31,9 +36,12 @@ from fedmq.wire.payloads import (
     Payload,
     Representations,
 )
+from silos.program import run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.small_federation import population
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
+from tests.waiting import PATIENCE, wait_for
 
 PATH = ("silo-00", 3, 2)
 ONES = np.ones((40, 50), np.float32)
@@ -185,9 +193,15 @@ def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path
     assert killed.model_digest == whole.model_digest
 
 
-def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks(
+def silo_01(scenario: Path, settings: tuple[str, ...], uri: str, keys: Path, out: Path) -> None:
+    """A silo in a process of its own."""
+    run_silo(SiloArguments(run_of(resolved(scenario, *settings)), "silo-01", uri, keys, out))
+
+
+def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks_also_after_kill_9(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The coordinator goes on asking silo-01, which is killed after the first of two replies and started again."""
     selectable = RoundsPlan.selectable
     monkeypatch.setattr(RoundsPlan, "selectable", lambda plan, tasks: {*selectable(plan, tasks), "silo-01"})
     settings = (
@@ -195,11 +209,32 @@ def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordin
         "missing_modality={}",
         "participation=1.0",
         "rounds=4",
+        BUDGET,
     )
-    scenario = resolved(tiny, *settings, BUDGET)
-    summary = run(scenario, tmp_path).summary
+    scenario, log = resolved(tiny, *settings), RunFolder(tmp_path).messages("silo-01")
+
+    def replied() -> bool:
+        sent = [each for _, each in read_log(log) if isinstance(each, MessageRecord) and each.action == "sent"]
+        return any(each.header.kind is Kind.REPLY for each in sent)
+
+    def killed_and_restarted(uri: str, keys: Path) -> None:
+        for life in range(2):
+            process = CONTEXT.Process(target=silo_01, args=(tiny, settings, uri, keys, tmp_path))
+            process.start()
+            if life == 0:
+                wait_for(lambda: log.exists() and replied())
+                process.kill()
+            process.join(PATIENCE)
+            assert process.exitcode == (-signal.SIGKILL, 0)[life]
+
+    warm_up("features")
+    others = [name for name in scenario.silo_names if name != "silo-01"]
+    with private_folder() as folder:
+        uri = f"ipc://{folder}/coordinator"
+        summary = run(scenario, tmp_path, uri=uri, silos=others, others=[killed_and_restarted]).summary
     assert summary is not None
     assert (summary.ended_by, summary.versions) == (None, 4)
+    assert sum(isinstance(each, StartRecord) for _, each in read_log(log)) == 2
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
     silos = account(tmp_path, audit_run(tmp_path), 1e-5).silos
     assert {one.updates for one in silos.values()} == {2}

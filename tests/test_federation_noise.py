@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,8 +21,8 @@ from fedmq.errors import InputError
 from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, protected, spent
 from fedmq.launch.forkserver import CONTEXT, private_folder, warm_up
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import MessageRecord, StartRecord, read_log
-from fedmq.wire.messages import Kind
+from fedmq.wire.log_records import StartRecord, read_log
+from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import (
     ClassPrototypes,
     ControlVariate,
@@ -36,12 +37,12 @@ from fedmq.wire.payloads import (
     Payload,
     Representations,
 )
-from silos.program import run_silo
+from silos.program import ReadySilo, run_silo
 from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.small_federation import population
 from tests.threaded_run import resolved, run, run_of
-from tests.waiting import PATIENCE, wait_for
+from tests.waiting import PATIENCE
 
 PATH = ("silo-00", 3, 2)
 ONES = np.ones((40, 50), np.float32)
@@ -193,15 +194,24 @@ def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path
     assert killed.model_digest == whole.model_digest
 
 
-def silo_01(scenario: Path, settings: tuple[str, ...], uri: str, keys: Path, out: Path) -> None:
-    """A silo in a process of its own."""
+def silo_01(scenario: Path, settings: tuple[str, ...], uri: str, keys: Path, out: Path, *, dies: bool) -> None:
+    """A silo in a process of its own, which is killed in its second task or runs to the end."""
+    respond = ReadySilo.respond
+
+    def killed(ready: ReadySilo, message: Message) -> tuple[Payload, ...]:
+        if message.header.kind is Kind.TASK and message.header.base_version == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return respond(ready, message)
+
+    if dies:
+        ReadySilo.respond = killed  # type: ignore[method-assign]
     run_silo(SiloArguments(run_of(resolved(scenario, *settings)), "silo-01", uri, keys, out))
 
 
 def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks_also_after_kill_9(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator goes on asking silo-01, which is killed after the first of two replies and started again."""
+    """The coordinator goes on asking silo-01, which is killed in the second of its two tasks and started again."""
     selectable = RoundsPlan.selectable
     monkeypatch.setattr(RoundsPlan, "selectable", lambda plan, tasks: {*selectable(plan, tasks), "silo-01"})
     settings = (
@@ -213,19 +223,13 @@ def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordin
     )
     scenario, log = resolved(tiny, *settings), RunFolder(tmp_path).messages("silo-01")
 
-    def replied() -> bool:
-        sent = [each for _, each in read_log(log) if isinstance(each, MessageRecord) and each.action == "sent"]
-        return any(each.header.kind is Kind.REPLY for each in sent)
-
     def killed_and_restarted(uri: str, keys: Path) -> None:
-        for life in range(2):
-            process = CONTEXT.Process(target=silo_01, args=(tiny, settings, uri, keys, tmp_path))
+        for exit_code in (-signal.SIGKILL, 0):
+            options = {"dies": bool(exit_code)}
+            process = CONTEXT.Process(target=silo_01, args=(tiny, settings, uri, keys, tmp_path), kwargs=options)
             process.start()
-            if life == 0:
-                wait_for(lambda: log.exists() and replied())
-                process.kill()
             process.join(PATIENCE)
-            assert process.exitcode == (-signal.SIGKILL, 0)[life]
+            assert process.exitcode == exit_code
 
     warm_up("features")
     others = [name for name in scenario.silo_names if name != "silo-01"]

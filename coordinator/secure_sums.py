@@ -23,6 +23,7 @@ from fedmq.federation.protocol import Added, MergeResult, State, Update, Weighte
 from fedmq.federation.sums import scales, with_bit
 from fedmq.profiling import span
 from fedmq.wire import secure_sum
+from fedmq.wire.codec import digest as content_of
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Message, Reason
@@ -73,6 +74,7 @@ class SecureSums:
         self._accepted = accepted
         self._privacy = run_context.scenario.privacy
         self._layout = with_bit(run_context.protocol.sum_layout(), self._privacy)
+        self._first: dict[str, int] = {}  # versions of masked updates, by digest
         self._begin()
 
     def _begin(self) -> None:
@@ -116,6 +118,9 @@ class SecureSums:
             case MaskedUpdate(buffer=values) if self._sum is not None and name in self._sum.weights.silos:
                 digest = self._run_context.context.layout.digest
                 if (payload.layout_digest, values.size) == (digest, self._sum.size(name)):
+                    first = self._first.setdefault(content_of(payload), message.header.base_version)
+                    if first != message.header.base_version:
+                        raise secure_sum.refused(f"the masked update of version {first} again")
                     return Answer(task.sequence, payload)
             case RevealedShares(shares=rows) if self._sum is not None and len(rows) == len(self._sum.weights.silos):
                 return Answer(task.sequence, payload)

@@ -20,6 +20,7 @@ from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Payload
 from fedmq.wire.secure_sum import IN_CLEAR
 from silos.program import ReadySilo
+from tests.own_data_threads import OwnRun
 from tests.small_federation import ADAPTERS
 from tests.test_protocols_sums import ALL
 from tests.threaded_run import resolved, run
@@ -115,20 +116,62 @@ def test_a_run_without_sums_or_scenario_has_no_such_findings(summed: Path) -> No
         assert not list(checks.findings(scenario, {}))
 
 
-def test_a_clear_update_is_stopped_at_the_silo(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One silo's program is changed to reply with its update."""
+RCSR_P = "protocol={name: rcsr, personal: router, personal_onset: 1, warmup: 1}"
+FILE = Path("docs/policies/secure_sums.yaml")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the program of one silo: it replies with its update."""
     respond = ReadySilo.respond
 
     def clear(ready: ReadySilo, message: Message) -> tuple[Payload, ...]:
-        if ready.silo.facts.name == "silo-01" and message.header.kind is Kind.TASK:
+        if ready.silo.facts.name == "silo-00" and message.header.kind is Kind.TASK:
             return ready.silo.respond(message)
         return respond(ready, message)
 
     monkeypatch.setattr(ReadySilo, "respond", clear)
-    run(resolved(tiny, *SETTINGS, "rounds=1"), tmp_path)
-    log = RunFolder(tmp_path).messages("silo-01").read_text()
+
+
+def check_stopped(folder: RunFolder) -> None:
+    log = folder.messages("silo-00").read_text()
     assert '"withheld":"delta"' in log and '["delta"' not in log
+
+
+@pytest.mark.parametrize("method", ["protocol=fedavg", RCSR_P])
+def test_a_clear_update_is_stopped_at_the_silo(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A silo of a run with sums needs no policy for that."""
+    plant(monkeypatch)
+    run(resolved(tiny, *SETTINGS, method, "rounds=1"), tmp_path)
+    check_stopped(RunFolder(tmp_path))
     assert not audit_run(tmp_path).findings
+
+
+@pytest.mark.parametrize(("method", "planted"), [("fedavg", False), ("rcsr", False), ("rcsr", True)])
+def test_sites_with_their_own_data_keep_the_policy_for_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, planted: bool
+) -> None:
+    anyone = {"secure_aggregation": {"max_weight": 1.0, "min_contributors": 1.0}}
+    sites = OwnRun(tmp_path, {"protocol": method, "privacy": anyone, "rounds": 2})
+    sites.policies = dict.fromkeys(sites.scenario.silo_names, FILE)
+    if planted:
+        plant(monkeypatch)
+    sites.coordinate(listening=lambda: sites.start(*sites.scenario.silo_names))
+    assert set(sites.ended.values()) == {""}
+    merged = [name for name in sites.scenario.silo_names if name != "silo-00" or not planted]
+    assert [line.replies for line in sites.merges] == [merged] * 2
+    check_clean(sites.folder)
+    if planted:
+        check_stopped(sites.folder)
+
+
+def check_clean(folder: RunFolder) -> None:
+    """Check that a run keeps the policy, and that its silos' updates leave masked only."""
+    audit = audit_run(folder.root)
+    assert not audit.findings and not check_policy(audit, read_policy(FILE), FILE).findings
+    kinds = {kind for _, record in audit.messages if record.header.kind is Kind.REPLY for kind, _ in record.payloads}
+    assert "masked_update" in kinds and not kinds & IN_CLEAR
 
 
 #: Settings of methods beside their options.
@@ -153,11 +196,18 @@ def test_each_method_s_run_keeps_the_policy_for_sums(tiny: Path, tmp_path: Path,
         (scenario := resolved(tiny, *SETTINGS, "rounds=1", f"protocol={name}", *OF.get(name, ()))).dump()
     )
     run(scenario, tmp_path)
-    audit, file = audit_run(tmp_path), Path("docs/policies/secure_sums.yaml")
-    assert not audit.findings
-    assert not check_policy(audit, read_policy(file), file).findings
-    kinds = {kind for _, record in audit.messages if record.header.kind is Kind.REPLY for kind, _ in record.payloads}
-    assert "masked_update" in kinds and not kinds & IN_CLEAR
+    check_clean(RunFolder(tmp_path))
+
+
+def test_no_masked_update_of_a_personal_router_has_room_for_an_adapter(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "scenario.yaml").write_text((scenario := resolved(tiny, *SETTINGS, RCSR_P, "rounds=3")).dump())
+    run(scenario, tmp_path)
+    check_clean(RunFolder(tmp_path))
+    sizes = {kind: set[int]() for kind in ("model", "masked_update")}
+    for _, record in audit_run(tmp_path).messages:
+        for kind, size in record.payloads:
+            sizes.get(kind, set[int]()).add(size)
+    assert max(sizes["masked_update"]) == max(sizes["model"]) > 0
 
 
 def test_silos_without_part_are_not_in_the_roster() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import MessageRecord, read_log
+from fedmq.wire.secure_sum import IN_CLEAR
 from tests import in_process_run
+from tests.test_audit_sums import OF
 from tests.threaded_run import resolved, run
 
 SUMS = ("protocol=fedavg", "participation=1.0", "evaluation.every=0", "privacy.secure_aggregation=true")
@@ -35,12 +38,30 @@ def audited(folder: Path) -> list[str]:
     return [finding.what for finding in audit_run(folder).findings]
 
 
-@pytest.mark.parametrize("method", ["fedavg", "{name: rcsr, warmup: 1}"])
-def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path: Path, method: str) -> None:
-    settings = (*SUMS, f"protocol={method}", "rounds=3")
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("protocol=fedavg",),
+        ("protocol={name: rcsr, warmup: 1}",),
+        pytest.param(("protocol={name: rcsr, warmup: 1, router_at: silos}",), marks=SLOW),
+        *(pytest.param((f"protocol={name}", *OF[name]), marks=SLOW) for name in ("fedcafe", "fedhap", "fedscmr")),
+    ],
+)
+def test_runs_of_sums_are_the_plain_run_but_for_fixed_point_and_equal_each_other(
+    tiny: Path, tmp_path: Path, method: Sequence[str]
+) -> None:
+    settings = (*SUMS, *method, "evaluation.every=3", "rounds=3")
     all_branches = "privacy.secure_aggregation={max_weight: 1.0, min_contributors: 1.0}"  # RCSR's router may choose one
-    run(resolved(tiny, *settings, all_branches), tmp_path / "sums")
-    in_process_run.run(resolved(tiny, *settings, "privacy.secure_aggregation=null"), tmp_path / "plain")
+    first, second = (
+        run(resolved(tiny, *settings, all_branches), tmp_path / name).summary for name in ("sums", "again")
+    )
+    whole = in_process_run.run(resolved(tiny, *settings, "privacy.secure_aggregation=null"), tmp_path / "plain").summary
+    assert first is not None and second is not None and whole is not None
+    assert first.model_digest == second.model_digest != whole.model_digest
+    assert first.metrics == pytest.approx(whole.metrics, rel=0, abs=1e-6) and first.metrics["mean_r1"] > 0
     for mine, plain in zip(merges(tmp_path / "sums"), merges(tmp_path / "plain"), strict=True):
         assert mine.losses == pytest.approx(plain.losses, rel=1e-5)
     assert not audited(tmp_path / "sums")
@@ -49,7 +70,7 @@ def test_a_run_of_sums_is_the_plain_run_but_for_fixed_point(tiny: Path, tmp_path
         for _, record in read_log(RunFolder(tmp_path / "sums").messages(name)):
             if isinstance(record, MessageRecord) and record.action == "sent":
                 kinds |= {kind for kind, _ in record.payloads}
-    assert "masked_update" in kinds and not kinds & {"delta", "partial_delta"}
+    assert "masked_update" in kinds and not kinds & IN_CLEAR
 
 
 def test_silos_drop_out_between_the_steps_and_a_run_that_is_resumed_is_the_same_run(tiny: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +19,10 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.config.privacy import Noise, Privacy, Statistic
 from fedmq.errors import InputError
 from fedmq.federation.noise import UPDATES, affordable_tasks, epsilon_of, item_epsilon, protected, spent
+from fedmq.launch.forkserver import CONTEXT, private_folder, warm_up
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import StartRecord, read_log
+from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import (
     ClassPrototypes,
     ControlVariate,
@@ -31,9 +37,12 @@ from fedmq.wire.payloads import (
     Payload,
     Representations,
 )
+from silos.program import ReadySilo, run_silo
+from silos.tasks import SiloArguments
 from tests import in_process_run
 from tests.small_federation import population
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
+from tests.waiting import PATIENCE
 
 PATH = ("silo-00", 3, 2)
 ONES = np.ones((40, 50), np.float32)
@@ -133,6 +142,24 @@ def test_epsilon_is_dp_accountings_for_the_same_events() -> None:
     assert epsilon_of(spent(("geometry",), privacy), 1e-5) == 0.0, "clipped, without noise"
 
 
+#: Options that change nothing: no noise, and clipping norms that nothing reaches. Of a silo with one modality, the
+#: geometry has a ratio of about 1e7.
+NOTHING = (
+    "privacy={clip_norm: 1.0e+9, noise_multiplier: 0, capture: true, least_support: 1, "
+    "statistics: {loss: {clip_norm: 1.0e+9}, geometry: {clip_norm: 1.0e+9}, modality_prototypes: {clip_norm: 1.0e+9}}}"
+)
+
+
+def test_without_noise_and_with_nothing_to_clip_a_run_is_the_plain_one_to_the_bit(tiny: Path, tmp_path: Path) -> None:
+    digests = []
+    for number, privacy in enumerate(("privacy={}", "privacy={clip_norm: null, noise_multiplier: 0}", NOTHING)):
+        summary = in_process_run.run(resolved(tiny, privacy), tmp_path / str(number)).summary
+        assert summary is not None and summary.versions == 4
+        digests.append(summary.model_digest)
+    clipped = in_process_run.run(resolved(tiny, NOTHING.replace("1.0e+9", "1.0e-3")), tmp_path / "clipped").summary
+    assert clipped is not None and digests == [digests[0]] * 3 != [clipped.model_digest] * 3
+
+
 def test_a_budget_allows_the_largest_number_of_tasks_within_it(tiny: Path) -> None:
     kinds = [frozenset({Delta}), frozenset({Delta, Loss})]
     noise = {"clip_norm": 1.0, "noise_multiplier": 4.0}
@@ -186,10 +213,25 @@ def test_a_run_ends_when_all_silos_have_spent_their_budgets(tiny: Path, tmp_path
     assert killed.model_digest == whole.model_digest
 
 
+def silo_01(scenario: Path, settings: tuple[str, ...], uri: str, keys: Path, out: Path, *, dies: bool) -> None:
+    """A silo in a process of its own, which is killed in its second task or runs to the end."""
+    respond = ReadySilo.respond
+
+    def killed(ready: ReadySilo, message: Message) -> tuple[Payload, ...]:
+        if message.header.kind is Kind.TASK and message.header.base_version == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return respond(ready, message)
+
+    if dies:
+        ReadySilo.respond = killed  # type: ignore[method-assign]
+    run_silo(SiloArguments(run_of(resolved(scenario, *settings)), "silo-01", uri, keys, out))
+
+
 @pytest.mark.parametrize("budget", [BUDGET, OF_ITEMS])
-def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks(
+def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordinator_asks_also_after_kill_9(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
+    """The coordinator goes on asking silo-01, which is killed in the second of its two tasks and started again."""
     selectable = RoundsPlan.selectable
     monkeypatch.setattr(RoundsPlan, "selectable", lambda plan, tasks: {*selectable(plan, tasks), "silo-01"})
     settings = (
@@ -197,11 +239,27 @@ def test_a_silo_refuses_the_task_that_would_pass_its_budget_whatever_the_coordin
         "missing_modality={}",
         "participation=1.0",
         "rounds=4",
+        budget,
+        *ONE_STEP,
     )
-    scenario = resolved(tiny, *settings, budget, *ONE_STEP)
-    summary = run(scenario, tmp_path).summary
+    scenario, log = resolved(tiny, *settings), RunFolder(tmp_path).messages("silo-01")
+
+    def killed_and_restarted(uri: str, keys: Path) -> None:
+        for exit_code in (-signal.SIGKILL, 0):
+            options = {"dies": bool(exit_code)}
+            process = CONTEXT.Process(target=silo_01, args=(tiny, settings, uri, keys, tmp_path), kwargs=options)
+            process.start()
+            process.join(PATIENCE)
+            assert process.exitcode == exit_code
+
+    warm_up("features")
+    others = [name for name in scenario.silo_names if name != "silo-01"]
+    with private_folder() as folder:
+        uri = f"ipc://{folder}/coordinator"
+        summary = run(scenario, tmp_path, uri=uri, silos=others, others=[killed_and_restarted]).summary
     assert summary is not None
     assert (summary.ended_by, summary.versions) == (None, 4)
+    assert sum(isinstance(each, StartRecord) for _, each in read_log(log)) == 2
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
     accounts = account(tmp_path, audit_run(tmp_path), 1e-5)
     silos = accounts.items or accounts.silos

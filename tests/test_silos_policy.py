@@ -267,11 +267,16 @@ def test_a_request_outside_the_schedule_is_refused_and_logged(silo: AgreedSchedu
     assert isinstance(record, RefusedRecord) and record.reason == Reason.UNSCHEDULED
 
 
-def test_what_a_run_needs_is_answered_and_so_is_the_same_request_again(silo: AgreedSchedule) -> None:
+def test_what_a_run_needs_is_answered_and_so_is_the_same_request_again_also_after_a_restart(
+    silo: AgreedSchedule, tmp_path: Path
+) -> None:
     schedule = [request(Kind.EVALUATE_SILO, 0), request(Kind.TASK, 0), request(Kind.TASK, 2, sequence=2)]
     for each in [*schedule, *schedule, request(Kind.EVALUATE_SILO, ROUNDS), request(Kind.TASK, 1, sequence=2)]:
         silo.check(each)
-    assert silo.tasks == 3, "of three versions, whatever their numbers are"
+        header = replace(each.header, run=run_of(resolved(tmp_path / "own.yaml")).id, session=bytes(16))
+        silo._log.message("received", replace(each, header=header), "00" * 16, 0)
+    again = AgreedSchedule(run_of(resolved(tmp_path / "own.yaml")), Traits(), silo._log)
+    assert silo.tasks == again.tasks == 3, "of three versions, whatever their numbers are"
 
 
 def test_a_coordinator_with_another_rate_and_another_model_for_one_silo_is_found_by_the_silo_and_the_audit(

@@ -20,7 +20,7 @@ from PIL import Image
 
 from fedmq.config import resolve as scenarios
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data import item_digests
+from fedmq.data import item_digests, silo_dataset
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared_arrays import Prepared, mapped, open_prepared
 from fedmq.data.readers import openmoji
@@ -245,7 +245,11 @@ def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None
         assert np.allclose(found[row], made.text[made.first[row] :][:count].mean(axis=0), atol=1e-6)
 
 
-def test_a_silo_dataset_keeps_the_requested_row_order(made: Prepared) -> None:
+@pytest.mark.parametrize("long_row", [0, silo_dataset._LONG_ROW])  # rows are read, or mapped
+def test_a_silo_dataset_keeps_the_requested_row_order(
+    made: Prepared, long_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silo_dataset, "_LONG_ROW", long_row)
     share = load_silo_dataset(made, [5, 2, 11], image=True, text=True)
     assert len(share) == 3
     assert share.image is not None

@@ -23,7 +23,7 @@ import protocols
 from coordinator.participation import RoundsPlan
 from coordinator.peers import InProcessPeers
 from coordinator.run_context import run_context_of
-from fedmq.config.options import as_plain
+from fedmq.config.plug_ins import as_plain
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, starmap
+from itertools import chain, pairwise, starmap
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -105,9 +105,7 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
     return Ranked(places, ends, np.searchsorted(places, ends))
 
 
-def similarity_ranked(
-    similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True
-) -> Iterator[Ranked]:
+def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True) -> Iterator[Ranked]:
     """Rank the database for each of r queries by (descending similarity, index); NaN comes last.
 
     Args:
@@ -264,7 +262,7 @@ class _Chunk:
     recall: F64  # float64 [N], sum over queries of the recall gained at each rank; likewise
 
 
-def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], threads: int | None) -> Iterator[_Chunk]:
+def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: list[slice], threads: int | None) -> Iterator[_Chunk]:
     """The work on each block, in order, on some threads; None takes as many as torch, which then has one in each."""
     import torch  # noqa: PLC0415 - the audit of message logs does without torch
 
@@ -278,8 +276,13 @@ def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], 
         torch.set_num_threads(before)
 
 
+def _rows(array: npt.NDArray[Any], step: int) -> Iterator[npt.NDArray[Any]]:
+    """The rows of an array, ``step`` at a time."""
+    return (array[start : start + step] for start in range(0, len(array), step))
+
+
 def _summarise(
-    blocks: Sequence[slice],
+    blocks: list[slice],
     ranked: Callable[[slice], Iterator[Iterable[Ranked]]],
     requested: _Requested,
     empty: Empty,
@@ -297,9 +300,12 @@ def _summarise(
                 chunk.recall[query.places] += 1 / max(1, len(query.places))
         return chunk
 
+    def work(block: slice) -> list[_Chunk]:
+        return [chunk_of(part) for part in ranked(block)]
+
     values: list[_Values] = []
     hits, recall = np.zeros(length, np.int64), np.zeros(length)
-    for chunk in _in_threads(lambda block: [chunk_of(part) for part in ranked(block)], blocks, threads):
+    for chunk in _in_threads(work, blocks, threads):
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
@@ -491,13 +497,10 @@ def cosine_metrics(
 
     def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
         scores = tied((first[block] @ second.T).cpu().numpy(), same)
-        labels = query_label[:, block]
-        for start in range(0, len(scores), step):
-            some = (slice(at, min(at + rows, start + step)) for at in range(start, min(start + step, len(scores)), rows))
-            yield (
-                ranked
-                for part in some
-                for ranked in similarity_ranked(scores[part], hamming.shared(labels[:, part], label), ties=expected)
+        for part, labels in zip(_rows(scores, step), _rows(query_label.T[block], step), strict=True):
+            few = zip(_rows(part, rows), _rows(labels, rows), strict=True)
+            yield chain.from_iterable(
+                similarity_ranked(some, hamming.shared(own.T, label), ties=expected) for some, own in few
             )
 
     return _summarise(list(starmap(slice, pairwise([0, *ends]))), ranked, requested, empty, threads)

@@ -148,16 +148,23 @@ def test_codes_longer_than_a_machine_word_rank_as_defined(bits: int) -> None:
     assert one_pass(data).map == pytest.approx(expected, abs=1e-13)
 
 
-def test_the_number_of_threads_changes_nothing() -> None:
+def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     data = example(1, queries=200)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
-    alone = one_pass(data, **options)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert_equal(one_pass(data, **options), alone)
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.setattr(label_metrics, "CHUNK_SCORES", 32 * 70)  # several blocks
+    monkeypatch.setattr(recall, "BLOCK", 3)
+    captions, before = embeddings(0, images=40), torch.get_num_threads()
+    for metrics_of in (label_metrics.hamming_metrics, label_metrics.cosine_metrics):
+        alone = metrics_of(*data, **options, threads=1)
+        assert_equal(metrics_of(*data, **options, threads=3), alone)
+        torch.set_num_threads(3)
+        try:
+            assert_equal(metrics_of(*data, **options), alone)
+            assert torch.get_num_threads() == 3
+        finally:
+            torch.set_num_threads(before)
+    for one, other in zip(*(recall.retrieval_ranks(*captions, threads=threads) for threads in (None, 3)), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_cosine_ranking_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, starmap
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import chain, pairwise, starmap
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from fedmq.seeds import numpy_generator
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-T = TypeVar("T")
 
 Denominator = Literal["retrieved", "total", "min"]
 Empty = Literal["zero", "skip"]
@@ -35,7 +34,7 @@ Empty = Literal["zero", "skip"]
 CHUNK_QUERIES = 32
 #: Number of similarities computed at a time.
 CHUNK_SCORES = 1 << 22
-#: Number of similarities sorted at a time: threads wait less for each other than between many short steps.
+#: Number of similarities sorted at a time; threads would wait for each other between shorter steps.
 CHUNK_RANKED = 1 << 17
 
 
@@ -105,9 +104,7 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
     return Ranked(places, ends, np.searchsorted(places, ends))
 
 
-def similarity_ranked(
-    similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True
-) -> Iterator[Ranked]:
+def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools, *, ties: bool = True) -> Iterator[Ranked]:
     """Rank the database for each of r queries by (descending similarity, index); NaN comes last.
 
     Args:
@@ -138,9 +135,9 @@ def _stable_order(keys: npt.NDArray[np.uint32]) -> I64:
     NumPy sorts 16-bit integers by radix: twice is five times as fast as one stable sort of 32-bit integers.
     """
     begins = np.arange(len(keys))[:, None] * keys.shape[1]
-    low = np.argsort(keys.astype(np.uint16), axis=1, kind="stable") + begins
+    low: I64 = np.argsort(keys.astype(np.uint16), axis=1, kind="stable") + begins
     high = (keys >> np.uint32(16)).astype(np.uint16)
-    return low.take(np.argsort(high.take(low), axis=1, kind="stable") + begins)
+    return np.asarray(low.take(np.argsort(high.take(low), axis=1, kind="stable") + begins))
 
 
 def tie_averaged_ap(ends: I64, hits: I64, harmonic: F64) -> float:
@@ -165,6 +162,9 @@ def tie_averaged_ap(ends: I64, hits: I64, harmonic: F64) -> float:
     inverse = harmonic[A + n] - harmonic[A]  # sum over i of 1 / (A + i)
     precisions = (B + 1) * inverse + inner * (n - (A + 1) * inverse)
     return float((r / n * precisions).sum() / r.sum())
+
+
+_Ranker = Callable[[slice], Iterator[Iterable[Ranked]]]  # ranks the queries of a block, part by part
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class _Chunk:
     recall: F64  # float64 [N], sum over queries of the recall gained at each rank; likewise
 
 
-def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], threads: int | None) -> Iterator[_Chunk]:
+def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: list[slice], threads: int | None) -> Iterator[_Chunk]:
     """The work on each block, in order, on some threads; None takes as many as torch, which then has one in each."""
     import torch  # noqa: PLC0415 - the audit of message logs does without torch
 
@@ -272,18 +272,18 @@ def _in_threads(work: Callable[[slice], list[_Chunk]], blocks: Sequence[slice], 
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads or before) as pool:
-            for chunks in pool.map(work, blocks):
-                yield from chunks
+            yield from chain.from_iterable(pool.map(work, blocks))
     finally:
         torch.set_num_threads(before)
 
 
+def _rows(array: npt.NDArray[Any], step: int) -> Iterator[npt.NDArray[Any]]:
+    """The rows of an array, ``step`` at a time."""
+    return (array[start : start + step] for start in range(0, len(array), step))
+
+
 def _summarise(
-    blocks: Sequence[slice],
-    ranked: Callable[[slice], Iterator[Iterable[Ranked]]],
-    requested: _Requested,
-    empty: Empty,
-    threads: int | None,
+    blocks: list[slice], ranked: _Ranker, requested: _Requested, empty: Empty, threads: int | None
 ) -> RankingMetrics:
     """Rank the queries block by block, in each of them part by part, and average their values."""
     lists, length = _Lists(requested), requested.items if requested.rank_curve else 0
@@ -299,7 +299,7 @@ def _summarise(
 
     values: list[_Values] = []
     hits, recall = np.zeros(length, np.int64), np.zeros(length)
-    for chunk in _in_threads(lambda block: [chunk_of(part) for part in ranked(block)], blocks, threads):
+    for chunk in _in_threads(lambda block: [*map(chunk_of, ranked(block))], blocks, threads):
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
@@ -491,13 +491,10 @@ def cosine_metrics(
 
     def ranked(block: slice) -> Iterator[Iterable[Ranked]]:
         scores = tied((first[block] @ second.T).cpu().numpy(), same)
-        labels = query_label[:, block]
-        for start in range(0, len(scores), step):
-            some = (slice(at, min(at + rows, start + step)) for at in range(start, min(start + step, len(scores)), rows))
-            yield (
-                ranked
-                for part in some
-                for ranked in similarity_ranked(scores[part], hamming.shared(labels[:, part], label), ties=expected)
+        for part, labels in zip(_rows(scores, step), _rows(query_label.T[block], step), strict=True):
+            few = zip(_rows(part, rows), _rows(labels, rows), strict=True)
+            yield chain.from_iterable(
+                similarity_ranked(some, hamming.shared(own.T, label), ties=expected) for some, own in few
             )
 
     return _summarise(list(starmap(slice, pairwise([0, *ends]))), ranked, requested, empty, threads)

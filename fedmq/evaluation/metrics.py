@@ -131,7 +131,7 @@ class Measured:
     # The whole split and the indices int64 [k], ascending, of the queries in it, if the queries are some of its items
     # that retrieve from the whole gallery; None if they retrieve from each other or from ``gallery``.
     part: tuple[Measured, npt.NDArray[np.int64]] | None = None
-    threads: int | None = None  # number of threads that rank; None takes torch's number
+    threads: int | None = None  # number of threads that rank; None takes as many as torch or NumPy have
 
     def silo(self, items: npt.NDArray[np.int64]) -> Measured:
         """Some of the items, by index int64 [k], ascending, as queries into this gallery.
@@ -156,7 +156,7 @@ class Measured:
             whole, items = self.part
             i2t, t2i = whole.ranks
             return i2t[items], t2i[np.isin(whole.queries.owner, items)]
-        i2t, t2i = recall.retrieval_ranks(*self.vectors)
+        i2t, t2i = recall.retrieval_ranks(*self.vectors, threads=self.threads)
         rows, captions = shuffled(self.queries, self.seed)
         return i2t[np.argsort(rows)], t2i[np.argsort(captions)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,11 @@ class Evaluator:
 
     Attributes:
         shares_data: it evaluates on the run's data set, not on a held-out set of its own.
+        threads: number of threads that rank, each with a share of the items; None takes torch's number.
     """
 
-    def __init__(self, scenario: Scenario, population: Population, device: str) -> None:
+    def __init__(self, scenario: Scenario, population: Population, device: str, threads: int | None = None) -> None:
+        self.threads = threads
         self.model = population.build_model(scenario, device, ("image", "text"), initial=False)
         self.shares_data = bool(scenario.data)
         self.heldout = HeldOut.load(scenario, population)
@@ -85,7 +88,8 @@ class Evaluator:
             RemoteWireError: no model, or more than one.
         """
         load_inference(self.model, payloads)
-        return self.heldout.measured(encoders_of(self.model), binary=self.model.binary, names=self.names)
+        encoders, binary = encoders_of(self.model), self.model.binary
+        return self.heldout.measured(encoders, binary=binary, names=self.names, threads=self.threads)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class EvaluatorStart:
             split = SPLITS.index(scenario.evaluation.split)
             return cls(here, data.statement, int(data.statement[0].counts[split, 0]), data.content, None, data)
         population = build_population(here, folder=arguments.data)
-        evaluator = Evaluator(scenario, population, device_of(here.device))
+        evaluator = Evaluator(scenario, population, device_of(here.device), _cores())
         statement = population.statement(None, item_digests(population.prepared, scenario.dataset), run)
         return cls(here, (statement,), len(evaluator.heldout.dataset), population.prepared.content, evaluator)
 
@@ -131,7 +135,12 @@ class EvaluatorStart:
         """
         assert self.data is not None  # noqa: S101 - only evaluators with their own data are sent an agreement
         population = self.data.population(EVALUATOR, message.payloads)
-        return Evaluator(self.scenario, population, device_of(self.scenario.device))
+        return Evaluator(self.scenario, population, device_of(self.scenario.device), _cores())
+
+
+def _cores() -> int:
+    """Number of threads to rank on: cores idle before the first and after the last round; eight bound the memory."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 def run_evaluator(

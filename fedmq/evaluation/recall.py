@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -125,6 +127,7 @@ class _Ranking:
     best: npt.NDArray[Any]  # [n], score of each query's best positive
     first: I64  # int64 [n], the first positive with this score
     ranks: I64  # int64 [n], number of items found before it so far
+    _adding: Lock = field(default_factory=Lock)
 
     def add(self, scores: npt.NDArray[Any], query_block: int, gallery_block: int) -> None:
         """Count the items of a block of scores [a, b] of distinct vectors."""
@@ -152,7 +155,8 @@ class _Ranking:
             until = (several[column] + start) * len(self.gallery.place) + first[query]
             before = np.searchsorted(self.gallery.keys, until) - starts[several[column]] - 1
             found += np.bincount(query, np.maximum(before, 0), minlength=len(queries)).astype(np.int64)
-        self.ranks[queries] += found
+        with self._adding:
+            self.ranks[queries] += found
 
 
 def _count(flags: npt.NDArray[np.bool_]) -> I64:
@@ -161,7 +165,7 @@ def _count(flags: npt.NDArray[np.bool_]) -> I64:
     return counts.astype(np.int64)
 
 
-def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
+def retrieval_ranks(image: Array, text: Array, owner: Array, threads: int | None = None) -> tuple[I64, I64]:
     """Best ranks image-to-text (any of the image's captions) and text-to-image (the one image), in bounded memory.
 
     Ties are broken by gallery index. NaN counts as the lowest score, so that a diverged model ranks nothing first. No
@@ -173,6 +177,7 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
         image: [n, d] unit-length embeddings.
         text: [m, d] unit-length embeddings of the captions.
         owner: int [m], index of each caption's image; every image owns at least one caption.
+        threads: number of threads that compute scores; None takes one, which NumPy may share among its own.
 
     Returns:
         int64 ranks [n] and [m], from 0.
@@ -196,12 +201,16 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
     best = np.maximum.reduceat(scores[captions], begins)
     firsts = np.minimum.reduceat(np.where(scores == best[own], np.arange(len(zt)), len(zt))[captions], begins)
     by_image, by_text = _Ranking(images, texts, best, firsts, i2t), _Ranking(texts, images, scores, own, t2i)
-    for image_block in images.blocks():
+
+    def add(image_block: int) -> None:
         rows = images.rows(image_block)
         for text_block in texts.blocks():
             block = _scores(rows, texts.rows(text_block))
             by_image.add(block, image_block, text_block)
             by_text.add(block.T, text_block, image_block)
+
+    with ThreadPoolExecutor(threads or 1) as pool:
+        list(pool.map(add, images.blocks()))
     return i2t, t2i
 
 

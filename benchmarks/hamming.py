@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -65,10 +66,10 @@ def _measured(name: str, size: tuple[int, int], line: Connection) -> None:
     line.send((seconds, value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def _in_process(name: str, size: tuple[int, int]) -> tuple[float, float, float]:
-    """Seconds, mean AP, and peak memory [MB] of a separate process."""
+def in_process(target: Callable[..., None], *arguments: object) -> tuple[float, float, float]:
+    """What a function sends in a separate process: seconds, a value, and peak memory [MB]."""
     ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_measured, args=(name, size, theirs), daemon=True)
+    process = CONTEXT.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()
     measured: tuple[float, float, float] = ours.recv()
@@ -80,8 +81,8 @@ def run(*, smoke: bool = False) -> Result:
     """Measure mAP alone, all metrics in one pass, and the loop; ``smoke``: of a hundredth of the data."""
     size = (QUERIES // 100, ITEMS // 100) if smoke else (QUERIES, ITEMS)
     few = (size[0] // _LOOP_PART, size[1])
-    alone, everything = (_in_process(name, size) for name in ("map", "all"))
-    same, loop = (_in_process(name, few) for name in ("map", "loop"))
+    alone, everything = (in_process(_measured, name, size) for name in ("map", "all"))
+    same, loop = (in_process(_measured, name, few) for name in ("map", "loop"))
     numbers = (
         Number("mAP, mAP@50 and tie-averaged mAP", alone[0], "s", "at most 1 s"),
         Number("  peak memory of the process", alone[2], "MB", "at most 1500 MB"),

@@ -280,7 +280,7 @@ def test_options_that_the_methods_payloads_cannot_keep_are_refused_by_name(tiny:
         ),
         (
             ("privacy.budget={epsilon: 9}",),
-            r"privacy\.noise_multiplier: found 0.*fedavg send delta, loss in .*; so are statistics\.loss\.noise_mult",
+            r"privacy\.noise_multiplier: found 0.*fedavg send delta, loss in .*; likewise statistics\.loss\.noise_mult",
         ),
         (
             ("privacy.budget={epsilon: 9}", "protocol={name: rcsr, router_at: silos}"),
@@ -296,7 +296,7 @@ def test_options_that_the_methods_payloads_cannot_keep_are_refused_by_name(tiny:
         ),
         (
             (OF_ITEMS, "privacy.secure_aggregation=true"),
-            r"privacy\.budget of items needs privacy\.secure_aggregation null",
+            r"privacy\.budget with privacy\.items needs privacy\.secure_aggregation null",
         ),
         ((OF_ITEMS.replace("12", "1"),), r"at least \d+\.?\d*, which one reply of a silo with \d+ training items"),
         ((BUDGET.replace("12", "1"),), r"privacy\.budget\.epsilon: found 1.*allowed: at least 6.57"),

@@ -93,9 +93,9 @@ class ItemNoise(Part):
 
 
 class Budget(Part):
-    """Most privacy that a silo spends in a run: its replies together are (epsilon, delta)-differentially private.
+    """Limit for each silo: all its replies of a run together are (epsilon, delta)-differentially private.
 
-    With ``privacy.items`` they are so for each of its training items, without them for all of its data.
+    With ``privacy.items`` this protects each of its training items, without them the silo's data as a whole.
     """
 
     epsilon: Positive = Field(description="largest epsilon; a task whose reply would pass it is refused by the silo")
@@ -137,8 +137,8 @@ class Privacy(Part):
     )
     budget: Budget | None = Field(
         None,
-        description="most privacy that each silo spends, with items for each of them; needs noise on all that the "
-        "method has silos send, with items except updates",
+        description="limits the epsilon of each silo, or with items that of each training item; needs noise on all "
+        "payloads that the method's silos send, with items on all but updates",
     )
     capture: bool = Field(
         False,
@@ -167,7 +167,9 @@ class Privacy(Part):
                 raise ConflictError("privacy.budget", "needs privacy.items.noise_multiplier above 0, or no items")
             if self.secure_aggregation is not None:
                 why = "the noise of a sum is not the silo's own, so it does not count for items"
-                raise ConflictError("privacy.budget", f"of items needs privacy.secure_aggregation null: {why}")
+                raise ConflictError(
+                    "privacy.budget", f"with privacy.items needs privacy.secure_aggregation null: {why}"
+                )
         if self.adaptive_clip is not None and (self.clip_norm is None or self.secure_aggregation is None):
             raise ConflictError("privacy.adaptive_clip", "needs privacy.clip_norm and privacy.secure_aggregation")
         if self.adaptive_clip is not None and bool(self.adaptive_clip.noise_multiplier) != bool(self.noise_multiplier):

@@ -25,7 +25,7 @@ from fedmq.errors import InputError
 from fedmq.seeds import numpy_generator
 
 I64 = npt.NDArray[np.int64]
-#: Size of a row from which reading it takes less time than a page fault for it [bytes].
+#: Rows of at least this size are read faster from the file than by page faults [bytes].
 _LONG_ROW = 1024
 
 
@@ -192,7 +192,9 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
         for row, place in zip(found.reshape(len(rows), -1).view(np.uint8), rows.tolist(), strict=True):
             file.seek(array.offset + place * row.nbytes)
             if file.readinto(row.data) != row.nbytes:
-                raise InputError(str(path), "a file that became shorter", "the prepared data as they were opened")
+                raise InputError(
+                    str(path), "a file that became shorter while in use", "the prepared data, unchanged during a run"
+                )
     return torch.from_numpy(found)
 
 

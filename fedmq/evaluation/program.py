@@ -139,7 +139,7 @@ class EvaluatorStart:
 
 
 def _cores() -> int:
-    """Number of threads to rank on: cores idle before the first and after the last round; eight bound the memory."""
+    """Ranking threads: one per core, as all idle before the first and after the last round; at most 8, for memory."""
     return min(8, len(os.sched_getaffinity(0)))
 
 

@@ -290,7 +290,7 @@ def spent_by_task(privacy: Privacy, uploads: Iterable[frozenset[type[Payload]]])
 def epsilon_of_tasks(
     scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], items: int, tasks: int, delta: float
 ) -> float:
-    """What ``privacy.budget`` limits: epsilon of a silo after some tasks, with ``privacy.items`` of each of its items.
+    """Epsilon of a silo, with ``privacy.items`` of each of its items, after some tasks; ``privacy.budget`` limits it.
 
     Args:
         scenario: the scenario.
@@ -370,7 +370,7 @@ def _check_budget(scenario: Scenario, kinds: Mapping[str, type[Payload]], sample
     if bare:
         keys = [f"statistics.{kind}.noise_multiplier" for kind in bare if kind not in updates]
         keys[:0] = ["noise_multiplier"] * bool(updates & {*bare})
-        also = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
+        also = f"; likewise {', '.join(keys[1:])}" if keys[1:] else ""
         allowed = f"above 0 with privacy.budget, as silos of {label} send {', '.join(bare)} in each reply{also}"
         raise InputError(f"privacy.{keys[0]}", 0, allowed)
     uploads, budget = [frozenset(kinds.values())], privacy.budget

@@ -199,7 +199,7 @@ def _carry_out(
         answers = {each: partial(through, each, made.answers[each]) for each in made.answers}
         return replace(made, answers=answers, pool=made.pool if over is None else None)
 
-    # A run's merge takes as long as its checkpoint; a comparison needs the last one.
+    # Estimates include a checkpoint after each merge; a comparison needs only the last one.
     rarely = 0.0 if over else math.inf
     arguments = CoordinatorArguments(
         run, InProcessPeers.uri, place, place, data=population.prepared.folder, checkpoint_seconds=rarely
@@ -271,7 +271,7 @@ def _little_privacy(scenario: Scenario, population: Population) -> Iterator[str]
             fewest = min(sizes.values())
             yield (
                 f"privacy.items.group: {items.group} is more than the training items of {first_few(small, 3)}, where "
-                f"all items are one group; at most {max(1, fewest // 2)} makes several"
+                f"all items are one group; at most {max(1, fewest // 2)} makes several groups"
             )
     added = scenario.privacy.secure_aggregation is not None or any(
         RouterSums in method.uploads(one) for one in eligible

@@ -161,7 +161,8 @@ def test_sealed_messages_and_in_process_calls_give_the_same_events_and_model(
             patch.setattr(module, "BEAT_SECONDS", 0.2)
         sent, called = Path(name) / "sent", Path(name) / "called"
         if (error := trained_nothing(scenario, called)) is not None:
-            with pytest.raises(RunError, match=re.escape(error)):
+            # A busy machine answers late, and what is sent again is refused.
+            with pytest.raises(RunError, match=re.escape(error).replace(r"\(", r"\((duplicate \d+, )?", 1)):
                 run(scenario, sent)
             return
         assert run(scenario, sent).phase is Phase.DONE

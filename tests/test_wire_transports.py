@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import transports
-from fedmq.wire.transports import built_in, registry
+from fedmq.wire.transports import memory, registry
 from fedmq.wire.transports.base import Connection, Listener
 from fedmq.wire.transports.registry import check_uri, connect, connect_shared, listen, register, schemes
 from fedmq.wire.transports.shared_connections import beat_patience
@@ -173,7 +173,7 @@ def test_a_connection_may_start_before_its_listener(scheme: str, tmp_path: Path)
 # ---------------------------------------------------------------------------------------------------------- ZeroMQ
 def raw_socket(kind: int, uri: str) -> zmq.Socket[bytes]:
     """A raw ZeroMQ socket without this project's rules; unbound and unconnected."""
-    context = built_in.endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
+    context = memory.endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
     return context.socket(kind)
 
 
@@ -183,7 +183,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
 ) -> None:
     uri = URIS[scheme](tmp_path)
     listener, raw = listen(uri), raw_socket(zmq.DEALER, uri)
-    raw.connect(built_in.endpoint(uri).name if scheme == "memory" else listener.uri)
+    raw.connect(memory.endpoint(uri).name if scheme == "memory" else listener.uri)
     for frames in ([b"one"], [b"one", b"two", b"three"], [b"one"] * 50):
         raw.send_multipart(frames)
         with pytest.raises(RemoteWireError) as caught:
@@ -195,7 +195,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
     listener.close()
     uri = f"ipc://{tmp_path}/other" if scheme == "ipc" else URIS[scheme](tmp_path)
     raw = raw_socket(zmq.ROUTER, uri)
-    raw.bind(built_in.endpoint(uri).name if scheme == "memory" else uri)
+    raw.bind(memory.endpoint(uri).name if scheme == "memory" else uri)
     connection = connect(uri if scheme == "memory" else raw.getsockopt_string(zmq.LAST_ENDPOINT))
     assert connection.send(MESSAGE, SOON)
     peer, *_ = raw.recv_multipart()
@@ -351,7 +351,7 @@ def test_importing_the_modules_creates_no_zeromq_context_and_no_other_module_imp
         for path in (root / package).rglob("*.py")
         if "import zmq" in (text := path.read_text(encoding="utf-8")) or "from zmq" in text
     }
-    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_connection_admission", "_zeromq", "built_in")}
+    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_connection_admission", "_zeromq", "memory")}
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_an_installed_package_offers_a_scheme_which_is_registered_once(offered: 
     listener.close()
     for scheme, said in (("tcp", "registered"), ("ours", "registered"), ("Two words", "not a URI scheme")):
         with pytest.raises(ValueError, match=said):
-            register(scheme, built_in.MEMORY)
+            register(scheme, memory.TRANSPORT)
 
 
 @pytest.mark.parametrize(

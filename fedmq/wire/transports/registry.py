@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 from fedmq.errors import InputError
 from fedmq.profiling import span
-from fedmq.wire.transports import built_in
+from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 from fedmq.wire.transports.shared_connections import SHARED, SharedConnection, SharedListener
 from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
@@ -21,7 +21,7 @@ GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 #: The transports registered in this process, by scheme.
-TRANSPORTS = {"tcp": built_in.TCP, "ipc": built_in.IPC, "shm": built_in.SHM, "memory": built_in.MEMORY}
+TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "shm": ipc.SHARES_MEMORY, "memory": memory.TRANSPORT}
 
 
 def register(scheme: str, transport: Transport) -> None:

@@ -12,7 +12,7 @@ from fedmq.federation.updates import damping
 from fedmq.models.two_tower import through_shared
 from protocols import creamfl, creamfl_public, fedcmr, fedmekt, fedproto, mfcpl, moon, plfedcmh
 from protocols.objectives import shdch
-from protocols.parts import aggregation, class_prototypes, labelled, losses
+from protocols.parts import aggregation, alternating, class_prototypes, losses
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare_all, t
 
@@ -41,7 +41,7 @@ def class_codes(x: Inputs, *, swept: bool = False) -> tuple[shdch.Level, shdch.L
 
 
 def common_codes(x: Inputs) -> torch.Tensor:
-    return labelled.common_codes({"image": t(x["F"]), "text": t(x["G"])})
+    return alternating.common_codes({"image": t(x["F"]), "text": t(x["G"])})
 
 
 def shdch_objective(x: Inputs, *, swept: bool = False) -> torch.Tensor:

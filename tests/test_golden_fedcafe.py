@@ -13,7 +13,7 @@ from fedmq.encoders.base import InputSpec
 from fedmq.models import hash_networks
 from protocols import fedcafe
 from protocols.objectives import dcmh
-from protocols.parts import aggregation, labelled, memory
+from protocols.parts import aggregation, alternating, memory
 from protocols.parts.class_prototypes import class_means
 from tests.golden_checks import Check, Inputs, compare_all, t
 
@@ -55,7 +55,7 @@ def dcmh_terms(x: Inputs, modality: str) -> torch.Tensor:
         t(x[f"O_{modality}"])[rows],
         buffers[modality],
         buffers["y" if modality == "x" else "x"],
-        labelled.common_codes({"image": buffers["x"], "text": buffers["y"]})[rows],
+        alternating.common_codes({"image": buffers["x"], "text": buffers["y"]})[rows],
         (labels[rows] @ labels.T > 0).double(),
         rows,
     )

@@ -26,7 +26,7 @@ from fedmq.models.build import build
 from fedmq.wire.payloads import Memory
 from protocols import objectives
 from protocols.objectives import shdch
-from protocols.parts import labelled, memory, training
+from protocols.parts import alternating, memory, training
 from protocols.parts.personal_model import References
 from tests import definitions, in_process_run
 from tests.replies import payload_of, with_payload
@@ -236,9 +236,9 @@ def test_an_epoch_is_an_image_pass_and_then_a_text_pass() -> None:
 
 
 def test_fresh_sampling_trains_a_silo_smaller_than_a_batch() -> None:
-    drawn = list(labelled.drawn(3, 128, "fresh", np.random.default_rng(0)))
+    drawn = list(alternating.drawn(3, 128, "fresh", np.random.default_rng(0)))
     assert [sorted(rows) for rows in drawn] == [[0, 1, 2]]
-    assert len(list(labelled.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
+    assert len(list(alternating.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
 
 
 # ------------------------------------------------------------------------- two levels of labels
@@ -315,7 +315,7 @@ def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) ->
             total = total + definitions.tie_loss(coarse, fine[present], inclusion[:, present], 100.0)
         return float(total)
 
-    work.codes = labelled.common_codes(work.buffers)
+    work.codes = alternating.common_codes(work.buffers)
     before = objective_now()
     work.update()
     assert objective_now() < before

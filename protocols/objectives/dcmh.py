@@ -29,7 +29,7 @@ from fedmq.data.labels import fine_columns
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
-from protocols.parts import labelled, training
+from protocols.parts import alternating, training
 from protocols.parts.labelled import similar_items
 from protocols.parts.losses import pair_nll
 from protocols.parts.training import I64
@@ -54,10 +54,10 @@ class Options:
     gamma: NonNegative = 1.0
     eta: NonNegative = 1e-3
     image_layers: Literal[0, 1] = 1
-    buffer: labelled.Which = "enhanced"
-    likelihood: labelled.Which = "plain"
-    draws: labelled.Draws = "permutation"
-    scale: labelled.Scale = "one"
+    buffer: alternating.Which = "enhanced"
+    likelihood: alternating.Which = "plain"
+    draws: alternating.Draws = "permutation"
+    scale: alternating.Scale = "one"
 
 
 def terms(outputs: Tensor, buffer: Tensor, other: Tensor, codes: Tensor, similar: Tensor, rows: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def batch_loss(sums: Tensor, batch: int, size: int, options: Options, scale: flo
 
 
 @dataclass
-class Dcmh(labelled.Alternating):
+class Dcmh(alternating.Alternating):
     """DCMH in one task: an image pass, a text pass and new common codes in each epoch."""
 
     labels: Tensor  # float32 [n, L], multi-hot
@@ -92,10 +92,10 @@ class Dcmh(labelled.Alternating):
         """Loss of a batch; the batch's outputs enter the buffer."""
         index = torch.from_numpy(rows).to(self.codes.device)
         buffer = self.buffers[modality]
-        buffer[index] = labelled.output(out, self.options.buffer).detach()
+        buffer[index] = alternating.output(out, self.options.buffer).detach()
         other = self.buffers.get("text" if modality == "image" else "image", buffer)
         similar = similar_items(self.labels[index], self.labels)
-        outputs = labelled.output(out, self.options.likelihood)
+        outputs = alternating.output(out, self.options.likelihood)
         sums = terms(outputs, buffer, other, self.codes[index], similar, index)
         return batch_loss(sums, len(rows), len(self.labels), self.options, self.scale)
 
@@ -103,7 +103,7 @@ class Dcmh(labelled.Alternating):
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
     """Start DCMH for one task, with the buffers of the last one."""
     labels = training.labels_of(local, np.arange(len(local.dataset)))[:, fine_columns(context.label_names)]
-    return Dcmh(*labelled.begun(options, local, context), labels)
+    return Dcmh(*alternating.begun(options, local, context), labels)
 
 
 def network(options: Options) -> TowerPlan:

@@ -14,7 +14,7 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
-from protocols.parts import labelled, training
+from protocols.parts import alternating, training
 from protocols.parts.labelled import Samples, samples_of, similar_items
 from protocols.parts.losses import pair_nll
 
@@ -86,7 +86,7 @@ class Dpsh(training.Work):
     def kept(self) -> Mapping[str, Tensor]:
         """The bank of each modality and the rows of its items."""
         codes = [codes.clone() for codes in self.bank]
-        return labelled.kept(self.local, _BANK, dict(zip(labelled.modalities_of(self.local), codes, strict=True)))
+        return alternating.kept(self.local, _BANK, dict(zip(alternating.modalities_of(self.local), codes, strict=True)))
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
@@ -94,9 +94,9 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
 
     The bank of an earlier task is discarded if the silo's items have changed, as after a scenario's drift.
     """
-    modalities = labelled.modalities_of(local)
+    modalities = alternating.modalities_of(local)
     bank = torch.zeros(len(modalities), len(local.dataset), context.dim)
-    if labelled.same_items(local, _BANK):
+    if alternating.same_items(local, _BANK):
         for codes, modality in zip(bank, modalities, strict=True):
             if (old := local.state.get(f"{_BANK}.{modality}")) is not None:
                 codes.copy_(old)

@@ -27,7 +27,7 @@ from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.objective_registry import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
-from protocols.parts import labelled, training
+from protocols.parts import alternating, training
 from protocols.parts.training import I64
 
 CODES = "base.codes"
@@ -62,10 +62,10 @@ class Options:
     tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
     sweeps: Passes = 3
-    buffer: labelled.Which = "enhanced"
-    likelihood: labelled.Which = "plain"
-    draws: labelled.Draws = "permutation"
-    scale: labelled.Scale = "one"
+    buffer: alternating.Which = "enhanced"
+    likelihood: alternating.Which = "plain"
+    draws: alternating.Draws = "permutation"
+    scale: alternating.Scale = "one"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def swept_codes(
 
 
 @dataclass
-class Shdch(labelled.Alternating):
+class Shdch(alternating.Alternating):
     """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch."""
 
     levels: list[Level]  # the coarse level, if there is one, and the fine one
@@ -132,8 +132,8 @@ class Shdch(labelled.Alternating):
     def loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         """Loss of a batch; the batch's outputs enter the buffer."""
         index = torch.from_numpy(rows).to(self.codes.device)
-        self.buffers[modality][index] = labelled.output(out, self.options.buffer).detach()
-        outputs = labelled.output(out, self.options.likelihood)
+        self.buffers[modality][index] = alternating.output(out, self.options.buffer).detach()
+        outputs = alternating.output(out, self.options.likelihood)
         levels = [Level(level.weight, level.labels[index], level.codes) for level in self.levels]
         value = output_loss(outputs, self.codes[index], levels, self.options.gamma)
         return self.scale * value / (len(rows) * len(self.codes))
@@ -180,7 +180,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
         kept = local.state.get(f"{CODES}.{place}")
         codes = first_codes(context, place, len(columns)) if kept is None else kept
         levels.append(Level(weight, labels[:, columns], codes.to(labels.device, copy=True)))
-    return Shdch(*labelled.begun(options, local, context), levels)
+    return Shdch(*alternating.begun(options, local, context), levels)
 
 
 def first_codes(context: Context, place: int, classes: int) -> Tensor:

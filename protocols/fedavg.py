@@ -31,8 +31,8 @@ from fedmq.federation.sums import SumLayout
 from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import objectives
 from protocols.parts import aggregation, item_groups, training
+from protocols.parts.anchoring import Anchoring, AnchoringOptions
 from protocols.parts.losses import TauOptions, info_nce
-from protocols.parts.prototypes import Anchoring, AnchoringOptions
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class FedAvg(FederatedProtocol):
 
 
 class AnchoredFedAvg(FedAvg):
-    """FedAvg with anchored silos, see ``protocols/parts/prototypes.py``.
+    """FedAvg with anchored silos, see ``protocols/parts/anchoring.py``.
 
     Methods that differ from it in a loss term, in the eligible silos or in local training are its subclasses.
     """

@@ -51,8 +51,8 @@ from fedmq.models.two_tower import BRANCHES, TwoTower
 from fedmq.wire.payloads import Loss, Model, Payload
 from protocols import fedavg
 from protocols.parts import aggregation, training
+from protocols.parts.anchoring import AnchoringOptions
 from protocols.parts.losses import TauOptions, refuse_other_bases
-from protocols.parts.prototypes import AnchoringOptions
 
 #: The models of single-modality silos, float32 [P]: the image tower of one, the text tower of the other.
 SINGLE = "single_modality_models"

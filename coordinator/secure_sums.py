@@ -74,7 +74,7 @@ class SecureSums:
         self._accepted = accepted
         self._privacy = run_context.scenario.privacy
         self._layout = with_bit(run_context.protocol.sum_layout(), self._privacy)
-        self._first: dict[str, int] = {}  # versions of masked updates, by digest
+        self._version_of: dict[str, int] = {}  # of each masked update so far, by its digest
         self._begin()
 
     def _begin(self) -> None:
@@ -118,9 +118,9 @@ class SecureSums:
             case MaskedUpdate(buffer=values) if self._sum is not None and name in self._sum.weights.silos:
                 digest = self._run_context.context.layout.digest
                 if (payload.layout_digest, values.size) == (digest, self._sum.size(name)):
-                    first = self._first.setdefault(content_of(payload), message.header.base_version)
-                    if first != message.header.base_version:
-                        raise secure_sum.refused(f"the masked update of version {first} again")
+                    version = self._version_of.setdefault(content_of(payload), message.header.base_version)
+                    if version != message.header.base_version:
+                        raise secure_sum.refused(f"the masked update of version {version} again")
                     return Answer(task.sequence, payload)
             case RevealedShares(shares=rows) if self._sum is not None and len(rows) == len(self._sum.weights.silos):
                 return Answer(task.sequence, payload)

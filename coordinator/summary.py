@@ -243,6 +243,7 @@ def _privacy_spent(loop: Loop) -> PrivacySpent | None:
 
 
 def _delta(privacy: Privacy) -> float:
+    """Delta for which epsilon is computed: the budget's, or 1e-5."""
     return 1e-5 if privacy.budget is None else privacy.budget.delta
 
 

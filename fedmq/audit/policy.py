@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -265,17 +266,19 @@ def broken_limits(
 
 def show(result: PolicyResult, console: Console) -> None:
     """Print the findings of checking a run against a policy; each rule, which may be long, once."""
-    findings, said = result.findings, set[str]()
-    order = {rule: number for number, rule in enumerate(dict.fromkeys(breach.rule for breach in result.breaches))}
-    breaches = sorted(result.breaches, key=lambda breach: order[breach.rule])
-    lines = [(breach.place, breach.passed, breach.rule) for breach in breaches]
-    lines += [(finding.place, finding.what, "") for finding in findings[len(breaches) :]]
-    for place, what, rule in lines[:_SHOWN]:
-        if rule and rule not in said:
-            said.add(rule)
-            console.print(f"{escape(printable(rule))}, but passed:", highlight=False, soft_wrap=True)
-        text = f"[red]{escape(printable(place))}[/red]: {escape(printable(what))}"
-        console.print(f"  {text}" if rule else text, highlight=False, soft_wrap=True)
+    findings = result.findings
+    rules = list(dict.fromkeys(breach.rule for breach in result.breaches))
+    breaches = sorted(result.breaches, key=lambda breach: rules.index(breach.rule))[:_SHOWN]
+
+    def line(place: str, what: str) -> str:
+        return f"[red]{escape(printable(place))}[/red]: {escape(printable(what))}"
+
+    for rule, those in groupby(breaches, key=lambda breach: breach.rule):
+        console.print(f"{escape(printable(rule))}, but passed:", highlight=False, soft_wrap=True)
+        for breach in those:
+            console.print(f"  {line(breach.place, breach.passed)}", highlight=False, soft_wrap=True)
+    for other in findings[len(result.breaches) :][: _SHOWN - len(breaches)]:
+        console.print(line(other.place, other.what), highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
     free = f"; no rule applies to {result.free:,} others" if result.free else ""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from fedmq.cli.console import bar, err, exit_stopped, out
+from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out
 from fedmq.cli.options import AsJson, Quiet, with_options
 from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.clock import WallClock
@@ -304,6 +304,7 @@ def plan_of(options: Options, resolve: Resolve = resolved_file) -> ComparisonPla
     return made
 
 
+@continued_by_repeating()
 def carry_out(options: Options) -> None:
     """Plan and execute a comparison, write its tables and plots, and print the result.
 

@@ -116,7 +116,9 @@ def _claims(rows: Sequence[Row]) -> list[str]:
     family = max(tested, default=0)
     if not family:
         return []
-    notes = [f"*: significant at the {LEVEL:.0%} level, paired t-test with Holm's correction for {family} rows"]
+    notes = [
+        f"*: significant at the {LEVEL:.0%} level, paired t-test with Holm's correction for {counted(family, 'row')}"
+    ]
     claimed = [row.columns[name].n for row in rows for name in row.best]
     claimed += [each.pairs for columns in compared for each in columns.values() if each.holm < LEVEL]
     if min(claimed, default=ENOUGH_SEEDS) < ENOUGH_SEEDS:

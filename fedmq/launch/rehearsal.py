@@ -124,7 +124,7 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
         return found.merges >= _MERGES or seconds > (_ENOUGH_SECONDS if found.merges else _MOST_SECONDS)
 
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        _carry_out(run, part, Path(name), timed, note, over)
+        _carry_out(run, part, Path(name), timed, note, over, alone=True)
     return found
 
 
@@ -181,13 +181,15 @@ def _carry_out(
     place: Path,
     through: Callable[[str, PeerFunction, Message], tuple[Payload, ...]],
     note: Callable[[Status], None] = lambda status: None,
-    over: Callable[[], bool] | None = None,
+    over: Callable[[], bool] = lambda: False,
+    *,
+    alone: bool = False,
 ) -> None:
     """Carry out a run without its faults and secure sums, in the folder ``place``, until ``over`` is true.
 
-    ``through`` answers every request, given the name and the function of its silo or evaluator: with ``over`` one at a
-    time, so that each can be timed, otherwise several at a time. Silos and evaluator have the data of ``population``,
-    which may be a part of the run's.
+    ``through`` answers every request, given the name and the function of its silo or evaluator; with ``alone`` one at a
+    time, so that each can be timed, and with a checkpoint after each merge. Silos and evaluator have the data of
+    ``population``, which may be a part of the run's.
     """
     # Silos in one process have no keys for masks. Without noise the masks cancel, so the model is nearly the same.
     privacy = run.scenario.privacy.model_copy(update={"secure_aggregation": None, "adaptive_clip": None})
@@ -197,14 +199,11 @@ def _carry_out(
     def peers(_: Population) -> PeerFunctions:
         made = inline_peers(run, RunFolder(place), population.prepared.folder, population)
         answers = {each: partial(through, each, made.answers[each]) for each in made.answers}
-        return replace(made, answers=answers, pool=made.pool if over is None else None)
+        return replace(made, answers=answers, pool=None if alone else made.pool)
 
-    # Estimates include a checkpoint after each merge; a comparison needs only the last one.
-    rarely = 0.0 if over else math.inf
-    arguments = CoordinatorArguments(
-        run, InProcessPeers.uri, place, place, data=population.prepared.folder, checkpoint_seconds=rarely
-    )
-    run_coordinator(arguments, status=note, stop_wanted=over or (lambda: False), peers=peers)
+    data, between = population.prepared.folder, 0.0 if alone else math.inf
+    arguments = CoordinatorArguments(run, InProcessPeers.uri, place, place, data=data, checkpoint_seconds=between)
+    run_coordinator(arguments, status=note, stop_wanted=over, peers=peers)
 
 
 # -------------------------------------------------------------------------------------------- settings without effect

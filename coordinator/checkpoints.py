@@ -69,7 +69,7 @@ _MOST_BYTES = 1 << 40
 _THETA = "theta"
 _PREFIX = "state."
 _UNKNOWN = "0" * 64  # in place of a digest that has not been computed
-_ALLOWED = "a complete checkpoint; delete this one to resume from the one before it, or from the start if there is none"
+_ALLOWED = "a complete checkpoint; delete this one to resume from the previous one, or from the start without one"
 
 
 @dataclass(frozen=True)

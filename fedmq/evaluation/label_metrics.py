@@ -210,7 +210,7 @@ class _Lists:
         """The requested values of one list."""
         requested, places = self._requested, ranked.places
         total = len(places)
-        precisions = places + 1.0
+        precisions: F64 = np.add(places, 1, dtype=np.float64)
         np.divide(self._places[:total], precisions, out=precisions)
         expected = tie_averaged_ap(ranked.ends, ranked.hits, self._harmonic) if requested.expected else math.nan
         ndcg, ndcg_retrieved = self._ndcg_at(places) if requested.ndcg_at else (_NOTHING, _NOTHING)

@@ -41,7 +41,7 @@ def embed(encoders: Encoders, items: SiloDataset, *, binary: bool) -> Embedded:
     if items.image is None or items.text is None:
         raise ValueError("evaluation needs both modalities")
     owner = torch.repeat_interleave(torch.arange(len(items)), items.captions)
-    number = torch.cat([torch.arange(int(count)) for count in items.captions])
+    number = torch.arange(len(owner)) - (torch.cumsum(items.captions, 0) - items.captions)[owner]
     with torch.no_grad():
         image = torch.cat([encoders.image(part) for part in torch.split(items.image, _BATCH)])
         pairs = zip(torch.split(owner, _BATCH), torch.split(number, _BATCH), strict=True)

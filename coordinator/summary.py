@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import psutil
@@ -22,7 +23,7 @@ from fedmq.errors import RunError
 from fedmq.evaluation.custom_metrics import described, measures_of, unmeasured
 from fedmq.evaluation.recall import HEADLINE, fairness_of, means
 from fedmq.federation.agreement import RunData
-from fedmq.federation.noise import UPDATES, epsilon_of, item_epsilon, spent, spent_by_items, spent_by_task
+from fedmq.federation.noise import UPDATES, epsilon_of, item_epsilon, most_exposed, spent, spent_by_items, spent_by_task
 from fedmq.federation.population import device_here
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.objective_registry import OBJECTIVES, network_of
@@ -255,11 +256,11 @@ def _item_privacy(loop: Loop) -> PrivacySpent | None:
         return None
     kinds, delta = {kind.KIND for one in sent_kinds(run_context) for kind in one}, _delta(privacy)
     each = spent_by_items(kinds, privacy)
-    known = {
-        (run_context.samples[silo.index], sequences[silo.name])
-        for silo in run_context.context.silos
-        if sequences.get(silo.name)
-    }
+    answered = defaultdict[int, set[int]](set)  # numbers of items by number of tasks
+    for silo in run_context.context.silos:
+        if tasks := sequences.get(silo.name):
+            answered[tasks].add(run_context.samples[silo.index])
+    known = ((n, tasks) for tasks, sizes in answered.items() for n in most_exposed(scenario, sizes))
     epsilon, tasks = max(
         ((item_epsilon(scenario, n, tasks, tasks * each, delta), tasks) for n, tasks in known), default=(0.0, 0)
     )

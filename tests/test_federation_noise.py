@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -184,6 +184,23 @@ def test_a_budget_of_items_depends_on_their_number(tiny: Path) -> None:
     for items, tasks in found.items():
         inside, above = (item_epsilon(scenario, items, n, n / 4, 1e-5) for n in (tasks, tasks + 1))
         assert inside <= 20 < above
+
+
+def test_a_budget_of_many_numbers_of_items_takes_few_compositions(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 100: a task of 101 items has more steps than one of 100, so fewer tasks are within the budget."""
+    scenario = resolved(tiny, "protocol=fedavg", OF_ITEMS, "training.batch_size=100", "training.local_epochs=1")
+    kinds, asked = [frozenset({Delta})], list[int]()
+
+    def counting(*given: Any) -> float:
+        asked.append(given[1])
+        return item_epsilon(*given)
+
+    monkeypatch.setattr("fedmq.federation.noise.item_epsilon", counting)
+    found = affordable_tasks(scenario, kinds, range(90, 130), 30)
+    assert found is not None and found[100] > found[101]
+    assert len(asked) < 30
+    for n, tasks in found.items():
+        assert item_epsilon(scenario, n, tasks, 0, 1e-5) <= 12 < item_epsilon(scenario, n, tasks + 1, 0, 1e-5)
 
 
 NOISE = "clip_norm: 1.0, noise_multiplier: 1.0"

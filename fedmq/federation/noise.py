@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -264,19 +264,23 @@ def item_epsilon(scenario: Scenario, items: int, tasks: int, other: float, delta
             clip_norm to another as well.
         delta: in (0, 1).
     """
+    options, (rate, steps) = scenario.privacy.items, step_sampling(scenario.training, items)
+    assert options is not None  # noqa: S101 - only such runs have epsilon of items
+    return _of_steps(rate, steps * tasks, options.noise_multiplier, other, delta)
+
+
+@lru_cache(maxsize=4096)  # takes 20 ms; a run's start asks for the same more than once
+def _of_steps(rate: float, steps: int, noise_multiplier: float, other: float, delta: float) -> float:
     import dp_accounting  # noqa: PLC0415 - takes a second; most runs do without
     from dp_accounting import pld  # noqa: PLC0415
 
-    options, (rate, steps) = scenario.privacy.items, step_sampling(scenario.training, items)
-    assert options is not None  # noqa: S101 - only such runs have epsilon of items
     gaussian = dp_accounting.GaussianDpEvent
     rest = other**-0.5 if other else math.inf
-    interval = 1e-3 * max(0.1, dp_accounting.get_epsilon_gaussian(min(options.noise_multiplier, rest) / 2, delta))
+    interval = 1e-3 * max(0.1, dp_accounting.get_epsilon_gaussian(min(noise_multiplier, rest) / 2, delta))
     replaced = dp_accounting.NeighboringRelation.REPLACE_ONE
     accountant = pld.PLDAccountant(replaced, value_discretization_interval=interval)
-    if tasks:
-        sampled = dp_accounting.PoissonSampledDpEvent(rate, gaussian(options.noise_multiplier))
-        accountant.compose(sampled, steps * tasks)
+    if steps:
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian(noise_multiplier)), steps)
     if other:
         accountant.compose(gaussian(rest))
     return float(accountant.get_epsilon(delta))
@@ -320,15 +324,52 @@ def affordable_tasks(
     """
     if (budget := scenario.privacy.budget) is None:
         return None
-    kinds = tuple(uploads)
-    return {
-        n: bisect_right(
-            range(1, most + 1),
-            budget.epsilon,
-            key=lambda tasks: epsilon_of_tasks(scenario, kinds, n, tasks, budget.delta),
-        )
-        for n in set(items)
-    }
+    kinds, found, near = tuple(uploads), dict[int, int](), 1
+
+    def largest(n: int, low: int, high: int) -> int:
+        """The largest number from ``low``, which is known to be within the budget, to ``high``."""
+        above, tasks, step = high + 1, max(near, low + 1), 1
+        while above - low > 1:
+            tasks = tasks if low < tasks < above else (low + above) // 2
+            if epsilon_of_tasks(scenario, kinds, n, tasks, budget.delta) <= budget.epsilon:
+                low, tasks = tasks, tasks + step
+            else:
+                above, tasks = tasks, tasks - step
+            step *= 2
+        return low
+
+    def fill(sizes: Sequence[int], low: int, high: int) -> None:
+        if low == high or not sizes:
+            found.update(dict.fromkeys(sizes, low))
+            return
+        middle = len(sizes) // 2
+        found[sizes[middle]] = tasks = largest(sizes[middle], low, high)
+        fill(sizes[:middle], low, tasks)
+        fill(sizes[middle + 1 :], tasks, high)
+
+    for sizes in _by_steps(scenario, items):
+        near = largest(sizes[0], 0, most)
+        fill(sizes, near, largest(sizes[-1], near, most))
+    return found
+
+
+def _by_steps(scenario: Scenario, items: Iterable[int]) -> list[list[int]]:
+    """Numbers of items, ascending, by the number of steps of a task.
+
+    With as many steps, epsilon falls as the number of items grows: a step takes an item with a lower probability.
+    dp-accounting's bound of it falls, too, since it connects points of the privacy curve at the same epsilons. Without
+    noise in local steps, epsilon does not depend on the number of items.
+    """
+    groups = dict[int, list[int]]()
+    for n in sorted({*items}):
+        steps = 0 if scenario.privacy.items is None else step_sampling(scenario.training, n)[1]
+        groups.setdefault(steps, []).append(n)
+    return [*groups.values()]
+
+
+def most_exposed(scenario: Scenario, items: Iterable[int]) -> list[int]:
+    """Of numbers of items, those with the largest epsilon among numbers with as many steps of a task."""
+    return [sizes[0] for sizes in _by_steps(scenario, items)]
 
 
 def check_privacy(scenario: Scenario, uploads: Iterable[frozenset[type[Payload]]], samples: Sequence[int]) -> None:
@@ -374,7 +415,9 @@ def _check_budget(scenario: Scenario, kinds: Mapping[str, type[Payload]], sample
         allowed = f"above 0 with privacy.budget, as silos of {label} send {', '.join(bare)} in each reply{also}"
         raise InputError(f"privacy.{keys[0]}", 0, allowed)
     uploads, budget = [frozenset(kinds.values())], privacy.budget
-    of_one_reply = [(epsilon_of_tasks(scenario, uploads, n, 1, budget.delta), n) for n in {*samples}]
+    of_one_reply = [
+        (epsilon_of_tasks(scenario, uploads, n, 1, budget.delta), n) for n in most_exposed(scenario, samples)
+    ]
     least, n = max(of_one_reply)
     if least > budget.epsilon:
         whose = "" if privacy.items is None else f" of a silo with {n} training items"

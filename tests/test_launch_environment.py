@@ -236,6 +236,23 @@ def test_the_forkserver_starts_before_the_imports_of_a_command_that_forks(tmp_pa
         assert (done.returncode, done.stdout) == (2, printed)
 
 
+_QUICK_IMPORTS = """
+import gc
+from fedmq.cli.scenarios import quick_imports
+with quick_imports():
+    import wsgiref.simple_server
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen
+with quick_imports():  # what a command has made in the meantime is collected
+    import wsgiref.simple_server
+assert gc.get_freeze_count() == frozen
+"""
+
+
+def test_a_command_collects_no_garbage_of_its_imports() -> None:
+    subprocess.run([sys.executable, "-c", _QUICK_IMPORTS], timeout=PATIENCE, check=True)
+
+
 def test_a_stopped_forkserver_has_ended_and_is_started_again() -> None:
     program = (
         "from multiprocessing.forkserver import _forkserver as server; from fedmq.launch import forkserver;"

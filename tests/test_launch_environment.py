@@ -236,6 +236,21 @@ def test_the_forkserver_starts_before_the_imports_of_a_command_that_forks(tmp_pa
         assert (done.returncode, done.stdout) == (2, printed)
 
 
+_INTERRUPTED = """
+import os, signal
+from fedmq.__main__ import main
+from fedmq.launch import forkserver
+forkserver.warm_up = lambda _: os.kill(os.getpid(), signal.SIGINT)
+main()
+"""
+
+
+def test_ctrl_c_while_the_forkserver_starts_is_answered_in_one_line() -> None:
+    words = [sys.executable, "-c", _INTERRUPTED, "scenario", "smoke"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (1, "fedmq: interrupted\n")
+
+
 _QUICK_IMPORTS = """
 import gc
 from fedmq.cli.scenarios import quick_imports

@@ -196,17 +196,83 @@ def test_the_forkserver_starts_before_a_scenarios_names_are_looked_up_unless_not
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
+    stopped: list[bool] = []
 
     def refused(source: Source) -> None:
         raise InputError("the scenario", source.scenario.name, "another one")
 
     monkeypatch.setattr(forkserver, "warm_up", done.append)
+    monkeypatch.setattr(forkserver, "stop", lambda: stopped.append(True))
     monkeypatch.setattr(preflight, "refuse_scenario", refused)
     for launcher, backbones in (("local", ["features"]), ("inline", [])):
         done.clear()
         with pytest.raises(InputError, match="another one"):
             scenario_command(tiny, settings=[f"launcher={launcher}"])
         assert done == backbones
+        assert len(stopped) == (launcher == "inline")  # the one that was started with the command
     with pytest.raises(InputError, match="another one"):
         scenario_command(tiny, check=True)
     assert not done
+
+
+_COMMAND = """
+import sys
+from fedmq.__main__ import main
+from fedmq.launch import forkserver
+forkserver.warm_up = lambda backbone: print(backbone, sorted({"torch", "pydantic", "fedmq.cli"} & {*sys.modules}))
+main()
+"""
+
+
+def test_the_forkserver_starts_before_the_imports_of_a_command_that_forks(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.yaml")
+    for words, printed in (
+        (("scenario", missing), "features []\n"),
+        (("scenario", missing, "--check"), ""),
+        (("data", missing), ""),
+    ):
+        words_of = [sys.executable, "-c", _COMMAND, *words]
+        done = subprocess.run(words_of, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert (done.returncode, done.stdout) == (2, printed)
+
+
+_INTERRUPTED = """
+import os, signal
+from fedmq.__main__ import main
+from fedmq.launch import forkserver
+forkserver.warm_up = lambda _: os.kill(os.getpid(), signal.SIGINT)
+main()
+"""
+
+
+def test_ctrl_c_while_the_forkserver_starts_is_answered_in_one_line() -> None:
+    words = [sys.executable, "-c", _INTERRUPTED, "scenario", "smoke"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (1, "fedmq: interrupted\n")
+
+
+_QUICK_IMPORTS = """
+import gc
+from fedmq.cli.scenarios import quick_imports
+with quick_imports():
+    import wsgiref.simple_server
+frozen = gc.get_freeze_count()
+assert gc.isenabled() and frozen
+with quick_imports():  # what a command has made in the meantime is collected
+    import wsgiref.simple_server
+assert gc.get_freeze_count() == frozen
+"""
+
+
+def test_a_command_collects_no_garbage_of_its_imports() -> None:
+    subprocess.run([sys.executable, "-c", _QUICK_IMPORTS], timeout=PATIENCE, check=True)
+
+
+def test_a_stopped_forkserver_has_ended_and_is_started_again() -> None:
+    program = (
+        "from multiprocessing.forkserver import _forkserver as server; from fedmq.launch import forkserver;"
+        "forkserver.warm_up('features'); first = server._forkserver_pid; forkserver.stop();"
+        "assert server._forkserver_pid is None; forkserver.warm_up('features'); assert server._forkserver_pid != first"
+    )
+    # Returns only once nobody holds the pipe: the second forkserver ends with the program, too, although it imports.
+    subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PATIENCE, check=True)

@@ -125,12 +125,16 @@ def scenario_command(
 def _prepare_start(source: Source, *, forks: bool, new: bool) -> None:
     """Start the forkserver of a run that ``forks``, and refuse a ``new`` one's scenario as far as torch is not needed.
 
-    The forkserver comes first: it imports torch while this process reads on and imports it, too.
+    The forkserver comes first: it imports torch while this process reads on. It has usually been started with the
+    command, before the scenario was known.
     """
-    if forks:
-        from fedmq.launch import forkserver  # noqa: PLC0415
+    from fedmq.launch import forkserver  # noqa: PLC0415
 
-        forkserver.warm_up(source.scenario.backbone.name)
+    backbone = source.scenario.backbone.name
+    if not forks or forkserver.needs_open_clip(backbone):
+        forkserver.stop()
+    if forks:
+        forkserver.warm_up(backbone)
     if new:
         from fedmq.federation.preflight import refuse_scenario  # noqa: PLC0415 - imports NumPy
 

@@ -1,7 +1,7 @@
 """The forkserver: all processes of a simulated run, and the runs of a comparison or a search, are forked from it.
 
-The command starts it before its own imports, so that both import in parallel. Importing this module does not import
-torch.
+The command starts it before its own imports, so that both import in parallel. Importing this module imports little, and
+not torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedmq.config.scenario import MATCONVNET, TIMM
 from fedmq.errors import InputError
-from fedmq.experiments.process_pool import Job
 from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import writing
+
+if TYPE_CHECKING:
+    from fedmq.experiments.process_pool import Job
 
 #: Prefix of the folders of runs, with their keys and sockets.
 RUN = "fedmq-run-"
@@ -89,14 +90,13 @@ def private_folder(prefix: str = RUN) -> Iterator[Path]:
 
 CONTEXT = multiprocessing.get_context("forkserver")
 #: Order of the removal of the forkserver's folder at the end of this process: after multiprocessing removed its own
-#: folder in it (-100).
-_LAST = -200
+#: folder in it (-100). Before that, the forkserver ends, so that no one waits for it to close standard error.
+_LAST, _BEFORE = -200, -50
 
 
 def warm_up(backbone: str) -> None:
     """Start the forkserver if it is not running; it imports in the background what a backbone needs."""
-    without_open_clip = backbone in ("lite", "features", MATCONVNET) or backbone.startswith(TIMM)
-    CONTEXT.set_forkserver_preload(["fedmq.launch.preload", *([] if without_open_clip else ["open_clip"])])
+    CONTEXT.set_forkserver_preload(["fedmq.launch.preload", *(["open_clip"] if needs_open_clip(backbone) else [])])
     settings = {
         # One thread per process: the silos share the cores, and a library that starts threads on import would leave
         # every fork with a broken thread pool.
@@ -125,6 +125,23 @@ def warm_up(backbone: str) -> None:
                 os.environ[name] = value
 
 
+def needs_open_clip(backbone: str) -> bool:
+    """Whether the processes of a run with a backbone import open_clip."""
+    if backbone in ("lite", "features"):
+        return False
+    from fedmq.config.scenario import MATCONVNET, TIMM  # noqa: PLC0415 - takes longer than all imports above
+
+    return backbone != MATCONVNET and not backbone.startswith(TIMM)
+
+
+def stop() -> None:
+    """End the forkserver if it is running and no process that this one forked from it is."""
+    server: Any = getattr(forkserver, "_forkserver", None)
+    if server is not None and server._forkserver_pid is not None and not multiprocessing.active_children():
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # it may be importing, and not notice a closed pipe
+        server._stop()
+
+
 @functools.cache
 def _socket_folder() -> Path:
     """The folder in which multiprocessing makes its own one, which would stay after a SIGKILL.
@@ -133,6 +150,7 @@ def _socket_folder() -> Path:
     """
     stack = contextlib.ExitStack()
     util.Finalize(None, stack.close, exitpriority=_LAST)
+    util.Finalize(None, stop, exitpriority=_BEFORE)
     return stack.enter_context(private_folder(FORKSERVER))
 
 

@@ -42,7 +42,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "soak": Benchmark("soak", 150),
     "estimates": Benchmark("estimates", 240),
     "large": Benchmark("large", 420, by_default=False),
-    "sums": Benchmark("sums", 300, by_default=False),
+    "sums": Benchmark("sums", 600, by_default=False),
     "peers": Benchmark("peers.comparison", 600, by_default=False),
 }
 

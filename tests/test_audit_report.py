@@ -76,16 +76,24 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
     assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
 
 
-def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path) -> None:
+def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path, tmp_path: Path) -> None:
+    sites = tmp_path / "sites"
     for name in ("silo-00", "silo-01"):
-        (run / "messages" / f"{name}.jsonl").unlink()
+        moved, other = sites / f"{name}-of-this" / "messages", sites / f"{name}-of-another" / "messages"
+        moved.mkdir(parents=True)
+        other.mkdir(parents=True)
+        log = (run / "messages" / f"{name}.jsonl").rename(moved / f"{name}.jsonl")
+        (other / log.name).write_text(log.read_text().replace('"run":"', '"run":"another-'))
     shown = " ".join(printed("audit", run, code=4).split())  # it must not look like a complete one
     assert "2 missing logs, no contradiction" in shown and "contradict each other" not in shown
-    assert "copy messages/silo-00.jsonl and messages/silo-01.jsonl from" in shown
+    assert "copy the folders of the run of silo-00 and silo-01 into one folder, and name it: --logs DIR" in shown
     assert audited(run)[1]["incomplete"].startswith("Incomplete: ")
     assert (
         "<b>Incomplete: nothing contradicts, but 2 logs could not be checked: copy" in (run / "audit.html").read_text()
     )
+    assert "joined" in printed("audit", run, "--silo", "silo-00", code=4)  # by the coordinator's log
+    assert "did you mean silo-" in refused("audit", run, "--silo", "silo-000")
+    assert "the logs are consistent" in printed("audit", run, "--logs", sites)
     path = run / "messages" / "coordinator.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     (run / "summary.json").write_text("{}")

@@ -165,8 +165,10 @@ def _log_files(folder: Path, files: RunFiles, elsewhere: Sequence[Path]) -> list
     for place in elsewhere:
         inside = (f"{above}{name}/messages/*.jsonl" for above in ("", "*/", "*/*/") for name in names)
         more = sorted({path for pattern in ("messages/*.jsonl", *inside) for path in place.glob(pattern)})
+        # A folder that a user named himself does not have the run's name.
+        more = more or [path for path in sorted(place.glob("*/messages/*.jsonl")) if _is_of(path, run)]
         if not more:
-            allowed = "a folder that a site file names as out, or one above it, of a site that took part"
+            allowed = "the folder of the run of a process that took part, or one above several"
             raise InputError(f"--logs {place}", f"no log of {run}", allowed)
         for path in more:
             if found.setdefault(path.stem, path).resolve() != path.resolve():
@@ -177,6 +179,11 @@ def _log_files(folder: Path, files: RunFiles, elsewhere: Sequence[Path]) -> list
         wanted = "a run folder that fedmq scenario or fedmq coordinator wrote"
         raise InputError(str(folder), "no messages/*.jsonl", wanted)
     return sorted(found.values(), key=lambda path: path.stem)
+
+
+def _is_of(path: Path, run: str) -> bool:
+    """Whether the first start that a log declares is of a run."""
+    return run in (record.run for _, record in read_log(path) if isinstance(record, StartRecord))
 
 
 def audit_run(folder: Path, accepted: Mapping[str, Set[str]] | None = None, elsewhere: Sequence[Path] = ()) -> Audit:

@@ -260,13 +260,12 @@ def _of_missing_logs(audit: Audit) -> Verdict:
     if COORDINATOR in audit.absent:  # nothing can be compared with its log
         which = "log" if len(audit.records) == 1 else f"{len(audit.records)} logs"
         holds = f"the hashes and signatures of the {which} are valid"
-    files = _listed([f"messages/{name}.jsonl" for name in audit.absent])
     return Verdict(
         f"What holds: {holds}.",
         f"Not proven: what {names} sent and received, as {logs} not in this folder.",
         incomplete=(
-            f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked: copy "
-            f"{files} from the run folders on their machines into messages/ of this one, and audit again."
+            f"Incomplete: nothing contradicts, but {counted(len(audit.absent), 'log')} could not be checked: copy the "
+            f"folders of the run of {names} into one folder, and name it: --logs DIR."
         ),
     )
 

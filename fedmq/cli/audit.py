@@ -176,9 +176,10 @@ def _audit(run: Path, options: _Options) -> int:
 
 
 def _require_known(options: _Options, audit: Audit, known: KnownKeys | None) -> None:
-    """Refuse a silo, or a folder of keys, that no log of the run belongs to."""
-    if options.silo is not None and options.silo not in audit.records:
-        raise InputError("--silo", options.silo, one_of(options.silo, audit.records))
+    """Refuse a silo that no log of the run mentions, or a folder of keys that no log belongs to."""
+    known_names = sorted({*audit.records, *audit.absent})
+    if options.silo is not None and options.silo not in known_names:
+        raise InputError("--silo", options.silo, one_of(options.silo, known_names))
     if known is not None:
         known.require_any(audit.signatures, options.keys)
 

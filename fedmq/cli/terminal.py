@@ -288,7 +288,7 @@ def _failed_at(summary: RunSummary) -> str:
 
 
 def _audit(summary: RunSummary, folder: RunFolder) -> str:
-    """The command that audits the run, after copying the logs that lie on other machines; empty without logs."""
+    """The command that audits the run, with the folders of processes whose logs lie elsewhere; empty without logs."""
     if not summary.messages.logged:
         return ""
     command = f"fedmq audit {shlex.quote(str(folder.root))}"
@@ -297,8 +297,7 @@ def _audit(summary: RunSummary, folder: RunFolder) -> str:
     away = [name for name in took_part if not folder.messages(name).exists()]
     if not away or not folder.messages(COORDINATOR).exists():
         return f"\naudit        {command}"
-    to = folder.messages(COORDINATOR).parent
-    return f"\naudit        first copy messages/*.jsonl of {name_some(away)} to {to}, then: {command}"
+    return f"\naudit        {command} --logs DIR, with the folders of the run of {name_some(away)} in DIR"
 
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:

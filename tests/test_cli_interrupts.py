@@ -118,6 +118,17 @@ def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(tiny: Path, tm
     assert read_yaml(out / "scenario.yaml")["training"]["schedule_rounds"] == 4
 
 
+@pytest.mark.slow
+def test_a_run_whose_last_record_is_torn_is_extended_and_audits_clean(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    printed("scenario", tiny, *INLINE, "--out", out, "--quiet")
+    log = out / "messages" / "coordinator.jsonl"
+    os.truncate(log, log.stat().st_size - 40)
+    assert any("no complete record" in str(finding) for finding in audit_run(out).findings)
+    printed("scenario", "--resume", out, "--extend", 2, "--quiet")
+    assert not audit_run(out).findings
+
+
 def test_rounds_with_a_learning_rate_of_zero_are_refused(tiny: Path, tmp_path: Path) -> None:
     out, to_zero = tmp_path / "run", ("--set", "training.decay_to=0")
     beyond = ("--set", "rounds=6", "--set", "training.schedule_rounds=4")

@@ -227,7 +227,8 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
     options = options_of(kind, choice.options)
     traits, around = kind.traits_of(options), {"objective.base": objective.base}
     of_base = {f"objective.{name}" for name in vars(OBJECTIVES.find(objective.base).options())}
-    preset = preset_values(kind.Options, choice.options.get("preset"))
+    preset, own = preset_values(kind.Options, choice.options.get("preset")), f"objective.{objective.base}."
+    preset = {f"objective.{key.removeprefix(own)}" if key.startswith(own) else key: preset[key] for key in preset}
     others = [key for key in preset if "." in key and (key in of_base or not key.startswith("objective."))]
     return MethodFacts(
         as_plain(options),

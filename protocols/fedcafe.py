@@ -103,6 +103,7 @@ class FedCafeOptions:
             "memory": "kmeans_two_stage",
             "weight": "softmax",
             "branch_renorm": False,
+            "objective.dcmh.eta": 1.0,
             "training.local_epochs": 20,
         },
         "released": {
@@ -112,6 +113,7 @@ class FedCafeOptions:
             "branch_renorm": False,
             "objective.scale": "silos",
             "objective.draws": "fresh",
+            "objective.dcmh.eta": 1.0,
             "training.optimizer": "sgd",
             "training.momentum": 0.0,
             "training.learning_rate": 0.0316,

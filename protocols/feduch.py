@@ -64,6 +64,8 @@ class FedUchOptions(fedavg.AnchoredOptions):
             "training.optimizer": "sgd",
             "training.weight_decay": 5e-4,
             "training.learning_rate": 0.005,
+            "training.schedule": "constant",
+            "training.warmup_rounds": 0,
             "training.batch_size": 32,
             "training.local_epochs": 5,
         },

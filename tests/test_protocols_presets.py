@@ -53,8 +53,8 @@ def test_a_preset_shows_its_values_in_the_resolved_scenario_and_warns_of_nothing
     run = resolved(tmp_path, {"name": name, "preset": preset})
     shown = run.scenario.model_dump(mode="json")
     for key, value in protocols.load(name).Options.PRESETS[preset].items():
-        section, _, leaf = key.rpartition(".")
-        assert shown[section or "protocol"][leaf] == value, key
+        *section, leaf = key.split(".")
+        assert shown[section[0] if section else "protocol"][leaf] == value, key
     assert not run.warnings
     (tmp_path / "again.yaml").write_text(run.scenario.dump())
     again = resolve(read(tmp_path / "again.yaml"), protocols)
@@ -71,12 +71,13 @@ def test_without_a_preset_every_option_has_its_default(name: str, tmp_path: Path
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
 def test_a_preset_names_options_and_keys_that_exist(name: str, preset: str) -> None:
     options = protocols.load(name).Options
-    of_base = {field.name for field in dataclasses.fields(OBJECTIVES.find(str(BASES[name]["base"])).options)}
     for key in options.PRESETS[preset]:
-        section, _, leaf = key.rpartition(".")
+        *section, leaf = key.split(".")
+        base = section[1] if len(section) > 1 else str(BASES[name]["base"])
+        of_base = {field.name for field in dataclasses.fields(OBJECTIVES.find(base).options)}
         known = {"": vars(options()), "objective": of_base, "training": Training.model_fields}
         sections = {"backbone": Backbone.model_fields, "aggregation": Aggregation.model_fields}
-        assert leaf in {**known, **sections}[section], key
+        assert leaf in {**known, **sections}[section[0] if section else ""], key
 
 
 def test_lines_of_the_scenario_come_before_a_preset(tmp_path: Path) -> None:
@@ -98,6 +99,20 @@ def test_a_preset_leaves_out_options_that_the_base_does_not_have(tmp_path: Path)
     run = resolved(tmp_path, {"name": "feduch", "preset": "printed"}, objective={"base": "djsrh"})
     assert "form" not in run.scenario.objective.options
     assert run.scenario.training.local_epochs == 5
+
+
+@pytest.mark.parametrize(("base", "eta"), [("dcmh", 1.0), ("shdch", 100.0)])
+def test_a_preset_sets_an_option_of_one_base_alone(base: str, eta: float, tmp_path: Path) -> None:
+    run = resolved(tmp_path, {"name": "fedcafe", "preset": "printed"}, objective={"base": base})
+    assert run.scenario.objective.options["eta"] == eta
+
+
+@pytest.mark.parametrize(("name", "preset"), [("fedcafe", "released"), ("fedhap", "printed"), ("feduch", "released")])
+def test_rates_stay_constant_where_neither_paper_nor_code_has_a_schedule(
+    name: str, preset: str, tmp_path: Path
+) -> None:
+    training = resolved(tmp_path, {"name": name, "preset": preset}).scenario.training
+    assert (training.schedule, training.warmup_rounds) == ("constant", 0)
 
 
 def test_the_printed_preset_of_rcsr_has_the_papers_table_and_equations(tmp_path: Path) -> None:

@@ -375,7 +375,8 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
 def preset_values(schema: Any, name: object) -> Mapping[str, object]:
     """Options, and keys of other sections such as ``training.batch_size``, that a preset sets unless the scenario does.
 
-    An options dataclass with the option ``preset`` declares them by the preset's name in ``PRESETS``.
+    An options dataclass with the option ``preset`` declares them by the preset's name in ``PRESETS``. A key such as
+    ``objective.dcmh.eta`` is an option of one base loss, for options that mean something else with another base.
     """
     presets: Mapping[str, Mapping[str, object]] = getattr(schema, "PRESETS", {})
     return presets.get(name, {}) if isinstance(name, str) else {}

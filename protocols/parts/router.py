@@ -141,6 +141,7 @@ class RcsrOptions(personal_adapter.AdapterOptions, TauOptions):
         "printed": {**_PUBLISHED, "proto_unit": False, "fair_update": "paper", "fair_center": False},
         "released": {
             **_PUBLISHED,
+            "lambda_s": 0.0,
             "warmup": 0,
             "ema": 0.95,
             "beta4": 0.1,

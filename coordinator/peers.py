@@ -25,7 +25,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.limits import UNKNOWN
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload
 
 
@@ -183,13 +183,17 @@ class InProcessPeers(Peers):
 
     @override
     def committed(self, tasks: Mapping[str, int]) -> None:
-        wait(self._begun.values())  # they use the states
+        self._await_silos()
         self._peers.committed(tasks)
 
     @override
     def settle(self) -> None:
-        wait(self._begun.values())
+        self._await_silos()
         self._peers.settle()
+
+    def _await_silos(self) -> None:
+        """Wait for the answers that use personal states; the evaluator's do not."""
+        wait([answer for name, answer in self._begun.items() if name != EVALUATOR])
 
     @override
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:

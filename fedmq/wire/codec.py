@@ -216,9 +216,10 @@ def keep_buffers(unused: int = MAX_BODY) -> None:
     Args:
         unused: amount of free memory above which the C library returns some to the kernel [bytes].
     """
-    mmap_threshold, trim_threshold = -3, -1
+    mmap_threshold, top_pad, trim_threshold = -3, -2, -1
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         library = ctypes.CDLL(None)
+        library.mallopt(top_pad, min(unused, 1 << 26))  # a thread returns each heap, of 64 MB, that leaves it less
         library.mallopt(mmap_threshold, MAX_BODY)
         library.mallopt(trim_threshold, unused)
 

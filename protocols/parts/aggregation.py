@@ -423,7 +423,8 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     if kept == layers:
         return payload
     part = layout.part(layers) if isinstance(payload, PartialDelta) else layout
-    change = extract(read_only(payload.buffer), part, kept)
+    whole, ranges = read_only(payload.buffer), part.ranges(kept)
+    change = whole[ranges[0]] if len(ranges) == 1 else extract(whole, part, kept)
     return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 

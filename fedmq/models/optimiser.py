@@ -18,7 +18,7 @@ def _zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors:
         return []
     sizes = [each.numel() for each in tensors]
-    parts = torch.zeros(sum(sizes), device=tensors[0].device).split_with_sizes(sizes)
+    parts = torch.zeros(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device).split_with_sizes(sizes)
     return [part.view_as(each) for part, each in zip(parts, tensors, strict=True)]
 
 

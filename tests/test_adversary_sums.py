@@ -1,6 +1,7 @@
 """Attacks on the secure sums of a live run: who is attacked refuses by name, in its own log and in the coordinator's.
 
-The coordinator attacks silo-00 in its own way in each round; in the last but one, silo-01 attacks the sum.
+The coordinator attacks silo-00 in its own way in each round; in the last but one, silo-01 attacks the sum. In a run of
+its own, as many silos as the threshold allows give the coordinator all that they hold.
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from coordinator.sessions import Roster
 from fedmq.audit.log_checks import audit_run
+from fedmq.config.scenario import Scenario
+from fedmq.federation.sums import SumLayout
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire import secure_sum
 from fedmq.wire.log_events import LogEvent
 from fedmq.wire.log_records import LogRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.messages import Header, Kind, Message
-from fedmq.wire.payloads import MaskedUpdate, Payload, SumKeys, SumWeights, Survivors
-from fedmq.wire.secure_sum import RoundSecrets
+from fedmq.wire.payloads import (
+    MaskedUpdate,
+    Payload,
+    RevealedShares,
+    SealedShares,
+    SumKeys,
+    SumWeights,
+    Survivors,
+)
+from fedmq.wire.secure_sum import U32, RoundSecrets, Sum
 from silos.program import ReadySilo
+from silos.secure_sums import SecureSums
 from tests.threaded_run import resolved, run
 
 Payloads = tuple[Payload, ...]
@@ -159,3 +173,95 @@ def test_the_audit_finds_what_silo_00_was_sent(attacked: Path) -> None:
     whats = [each.what for each in audit_run(attacked).findings]
     for version, kind in ((0, "sum_weights"), (1, "sum_weights"), (4, "sum_keys"), (5, "sum_keys"), (6, "sum_keys")):
         assert any(f"{kind} of version {version}" in what and VICTIM in what for what in whats), (version, whats)
+
+
+class Collusion:
+    """What the coordinator has of the one round of an honest run, and what silos of it can add."""
+
+    def __init__(self, folder: Path, scenario: Scenario) -> None:
+        self.folder, self.answers = folder, dict[tuple[str, type[Payload]], Payload]()
+        self.updates = dict[str, U32]()  # what each silo sent, before it was masked: nobody else has it
+        respond, masked = ReadySilo.respond, SecureSums._masked
+
+        def answered(ready: ReadySilo, message: Message) -> Payloads:
+            payloads = respond(ready, message)
+            self.answers |= {(ready.silo.facts.name, type(each)): each for each in payloads}
+            return payloads
+
+        def summed(sums: SecureSums, agreed: Sum, layout: SumLayout) -> MaskedUpdate:
+            name, kept, self.agreed = sums._identity.name, sums._kept, agreed
+            self.updates[name] = np.empty(agreed.size(name), np.uint32)
+            for place, where in agreed.sections(name).items():
+                values, weight = kept.values[agreed.weights.branches[place]], float(agreed.row(name)[place])  # type: ignore[union-attr]
+                secure_sum.fixed_point(values, weight, agreed.bounds[place], self.updates[name][where])
+            return masked(sums, agreed, layout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ReadySilo, "respond", answered)
+            patch.setattr(SecureSums, "_masked", summed)
+            run(scenario, folder)
+
+    def secrets(self, silo: str) -> RoundSecrets:
+        """A silo's secrets, from its disk."""
+        secret = (RunFolder(self.folder).silo_state(silo) / "sums.key").read_bytes()
+        return RoundSecrets.derive(secret, self.agreed.run, self.agreed.version)
+
+    def shares(self, owner: str, *holders: str) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """The shares of a silo's own seed and of the seed of its key that these silos were sent."""
+        agreed, found = self.agreed, (dict[int, bytes](), dict[int, bytes]())
+        context = secure_sum.share_context(agreed.run, agreed.version, agreed.roster, agreed.keys)
+        sealed, sender = self.answers[owner, SealedShares], secure_sum.public_key(agreed.keys, owner, 1)
+        for name in holders:
+            place = agreed.keys.silos.index(name)
+            one = sealed.sealed[place]  # type: ignore[attr-defined]
+            opened = secure_sum.open_share(self.secrets(name).seal_key, sender, context, (owner, name), one)
+            found[0][place], found[1][place] = opened
+        return found
+
+    def revealed(self, owner: str, *helpers: str) -> bytes:
+        """A silo's secret of the kind that the silos revealed to the coordinator."""
+        row, places = self.agreed.weights.silos.index(owner), self.agreed.keys.silos.index
+        shares = {places(name): self.answers[name, RevealedShares].shares[row].tobytes() for name in helpers}  # type: ignore[attr-defined]
+        return secure_sum.combined(shares)
+
+    def without_masks(self, silo: str, own_seed: bytes, keys: Mapping[str, X25519PrivateKey]) -> U32:
+        """A silo's masked update less its own mask and its masks for pairs, each by a key of either silo."""
+        total = np.array(self.answers[silo, MaskedUpdate].buffer)  # type: ignore[attr-defined]
+        masks = [self.agreed.own_mask(silo, own_seed, sign=-1)]
+        masks += [self.agreed.pair_mask(key, silo, other, sign=-1) for other, key in keys.items()]
+        secure_sum.add_masks(total, self.agreed.sections(silo), masks)
+        return total
+
+
+def test_one_silo_less_than_the_threshold_and_the_coordinator_do_not_learn_an_update(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """silo-02 and silo-03 give the coordinator their secrets and the shares that they were sent."""
+    scenario = resolved(tiny, *SETTINGS[:-1], "rounds=1", "privacy.secure_aggregation=true")
+    found, everyone = Collusion(tmp_path, scenario), scenario.silo_names
+    honest, colluding = everyone[1], everyone[2:]
+    threshold = scenario.privacy.secure_aggregation.threshold  # type: ignore[union-attr]
+    assert len(colluding) == secure_sum.needed(len(everyone), threshold) - 1
+    public = found.secrets(VICTIM).public[0].tobytes()
+
+    # The coordinator has the seed of the own mask, as the victim is in the sum; the colluding silos know their pairs.
+    own_seed = found.revealed(VICTIM, honest, *colluding)
+    assert own_seed == found.secrets(VICTIM).own_seed
+    pairs = {name: found.secrets(name).mask_key for name in colluding}
+
+    def attacked(*holders: str) -> tuple[bool, U32]:
+        """Whether the victim's key follows from the shares of these silos, and its update by that key."""
+        key = secure_sum.mask_key(secure_sum.combined(found.shares(VICTIM, *holders)[1]))
+        update = found.without_masks(VICTIM, own_seed, pairs | {honest: key})
+        return key.public_key().public_bytes_raw() == public, update
+
+    # What is left is the mask of the two honest silos: the values are as good as random.
+    for update in (found.without_masks(VICTIM, own_seed, pairs), attacked(*colluding)[1]):
+        noise = (update - found.updates[VICTIM]) / 2**32
+        assert abs(noise.mean() - 0.5) < 5 / np.sqrt(12 * noise.size)
+        assert abs(noise.std() - 12**-0.5) < 5 / np.sqrt(60 * noise.size)
+    assert not attacked(*colluding)[0]
+
+    # One share more, from the other honest silo, would open it.
+    known, update = attacked(honest, *colluding)
+    assert known and np.array_equal(update, found.updates[VICTIM])

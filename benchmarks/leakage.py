@@ -42,7 +42,7 @@ class Method:
     """A method, as rows of the tables have it."""
 
     settings: tuple[str, ...]
-    metric: str  # by which its runs are measured
+    metric: str  # by which its runs are measured, of the personal models if silos have them
     statistics: str = ""  # clipping and noise of what silos send besides updates
     clip: float = 0.5  # norm to which updates are clipped
 
@@ -88,6 +88,8 @@ METHODS: Mapping[str, Method] = {
         ),
         "map",
     ),
+    "rcsr-p": Method(("protocol={name: rcsr, warmup: 1, personal: router, personal_onset: 1}",), "mean_r1"),
+    "pfedmma": Method(("protocol={name: pfedmma}", "backbone={name: lite, adapter: mma, bottleneck: 32}"), "mean_r1"),
     "feduch": Method(("protocol={name: feduch}", "objective={base: dgcpn, bits: 64, hidden: 256}", *_HASHED), "map"),
     "fedavg with sgd": Method(
         (
@@ -97,6 +99,8 @@ METHODS: Mapping[str, Method] = {
         "mean_r1",
     ),
 }
+#: Methods that are measured without mitigations only.
+_PLAIN = ("fedscmr", "rcsr-p", "pfedmma")
 #: Settings of section privacy by name; ``<clip>`` and ``<statistics>`` are the method's.
 MITIGATIONS = {
     "none": "",
@@ -156,6 +160,12 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "quality": _over("quality"),
         **{size: _against(f"rows, a row of {size}", ".0%") for size in ("1 item", "2 to 7 items", "8 items or more")},
     },
+    "leakage_facts": {
+        "quality": _over("quality"),
+        "modalities, by updates": _against("an update or its report, which modalities a silo has", ".0%"),
+        "modalities, by prototypes": _against("modality_prototypes, which modalities a silo has", ".0%"),
+        "number of items": _against("an update or its report, the number of training items", ".0%"),
+    },
     "leakage_inversion": {
         "quality": _over("quality"),
         **{
@@ -187,7 +197,7 @@ def allowed(method: str, mitigation: str) -> bool:
     """Whether a mitigation is measured with a method: it changes what silos send, or how they train."""
     if mitigation == "noise in local steps":
         return method.startswith("fedavg")
-    if method.endswith("sgd"):
+    if method in _PLAIN or method.endswith("sgd"):
         return mitigation == "none"
     by_class = "memory" in METHODS[method].statistics or "class_prototypes" in METHODS[method].statistics
     return {"noise on statistics": METHODS[method].statistics != "", "least support 8": by_class}.get(mitigation, True)
@@ -209,7 +219,8 @@ def probed(scenario: str, method: str, mitigation: str, seed: int) -> dict[str, 
             folder.scenario.write_text(run.scenario.dump(), encoding="utf-8")
             simulate_inline(run, folder, resume=False, status=lambda _: None)
         measured = probe_payloads(open_release(folder.root), shadows=SHADOWS)
-        return {"quality": read_summary(folder).metrics[about.metric], **values_of(measured)}
+        summary = read_summary(folder)
+        return {"quality": (summary.personal or summary.metrics)[about.metric], **values_of(measured)}
 
 
 def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Grid:

@@ -113,6 +113,7 @@ MITIGATIONS = {
 }
 _UPDATES = ("delta", "partial_delta")
 _CLASSES = ("class_prototypes", "memory")
+_UNKNOWN = "no value"  # not sent, or not measured: runs that were kept before this was measured
 Format = Callable[[Sequence[Mapping[str, float]]], str]
 
 
@@ -129,14 +130,14 @@ def _over(name: str, form: str = ".3f") -> Format:
     return cell
 
 
-def _against(name: str, form: str) -> Format:
-    """How often an inference is right over all runs, how often by guessing, and of how many."""
+def _against(name: str, form: str, missing: str = "not sent") -> Format:
+    """How often an inference is right over all runs, how often by guessing, and of how many; else ``missing``."""
 
     def cell(runs: Sequence[Mapping[str, float]]) -> str:
         made = [(run[name], run[f"{name}, chance"], run[f"{name}, count"]) for run in runs if name in run]
         count = sum(each[2] for each in made)
         right, chance = (sum(each[i] * each[2] for each in made) / count if count else 0.0 for i in (0, 1))
-        return f"{right:{form}} ({chance:{form}}), {count:.0f}" if count else "not sent"
+        return f"{right:{form}} ({chance:{form}}), {count:.0f}" if count else missing
 
     return cell
 
@@ -155,16 +156,12 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "AUC, image": _over("modality_prototypes, cosine, image"),
         "AUC, text": _over("modality_prototypes, cosine, text"),
         "nearest item": _against("modality_prototypes, a prototype", ".0%"),
+        "modalities, by prototypes": _against("modality_prototypes, which modalities a silo has", ".0%", _UNKNOWN),
+        "by updates": _against("an update or its report, which modalities a silo has", ".0%", _UNKNOWN),
     },
     "leakage_rows": {
         "quality": _over("quality"),
         **{size: _against(f"rows, a row of {size}", ".0%") for size in ("1 item", "2 to 7 items", "8 items or more")},
-    },
-    "leakage_facts": {
-        "quality": _over("quality"),
-        "modalities, by updates": _against("an update or its report, which modalities a silo has", ".0%"),
-        "modalities, by prototypes": _against("modality_prototypes, which modalities a silo has", ".0%"),
-        "number of items": _against("an update or its report, the number of training items", ".0%"),
     },
     "leakage_inversion": {
         "quality": _over("quality"),
@@ -226,7 +223,7 @@ def probed(scenario: str, method: str, mitigation: str, seed: int) -> dict[str, 
 def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Grid:
     """A table of what some methods send, with the number of runs of each row; other methods have no row."""
     body = {name: (str(len(made)), *(cell(made) for cell in columns.values())) for name, made in runs.items()}
-    senders = {name.partition(":")[0] for name, cells in body.items() if {*cells[2:]} != {"not sent"}}
+    senders = {name.partition(":")[0] for name, cells in body.items() if not {*cells[2:]} <= {"not sent", _UNKNOWN}}
     shown = [(name, *cells) for name, cells in body.items() if name.partition(":")[0] in senders and runs[name]]
     note = "runs with seeds from 0; mean and half of its 95 % t-interval over them"
     return Grid(("", "runs", *columns), tuple(tuple(map(Cell, row)) for row in shown), (note,))

@@ -130,14 +130,24 @@ def _over(name: str, form: str = ".3f") -> Format:
     return cell
 
 
-def _against(name: str, form: str, missing: str = "not sent") -> Format:
-    """How often an inference is right over all runs, how often by guessing, and of how many; else ``missing``."""
+def _against(name: str, form: str) -> Format:
+    """How often an inference is right over all runs, how often by guessing, and of how many."""
 
     def cell(runs: Sequence[Mapping[str, float]]) -> str:
         made = [(run[name], run[f"{name}, chance"], run[f"{name}, count"]) for run in runs if name in run]
         count = sum(each[2] for each in made)
         right, chance = (sum(each[i] * each[2] for each in made) / count if count else 0.0 for i in (0, 1))
-        return f"{right:{form}} ({chance:{form}}), {count:.0f}" if count else missing
+        return f"{right:{form}} ({chance:{form}}), {count:.0f}" if count else "not sent"
+
+    return cell
+
+
+def _known(name: str) -> Format:
+    """How often a fact about a silo is read correctly over all runs, and how often by guessing."""
+    against = _against(name, ".0%")
+
+    def cell(runs: Sequence[Mapping[str, float]]) -> str:
+        return against(runs).partition(",")[0].replace("not sent", _UNKNOWN)
 
     return cell
 
@@ -156,8 +166,8 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "AUC, image": _over("modality_prototypes, cosine, image"),
         "AUC, text": _over("modality_prototypes, cosine, text"),
         "nearest item": _against("modality_prototypes, a prototype", ".0%"),
-        "modalities, by prototypes": _against("modality_prototypes, which modalities a silo has", ".0%", _UNKNOWN),
-        "by updates": _against("an update or its report, which modalities a silo has", ".0%", _UNKNOWN),
+        "modalities, by prototypes": _known("modality_prototypes, which modalities a silo has"),
+        "by updates": _known("an update or its report, which modalities a silo has"),
     },
     "leakage_rows": {
         "quality": _over("quality"),

@@ -42,7 +42,7 @@ class Method:
     """A method, as rows of the tables have it."""
 
     settings: tuple[str, ...]
-    metric: str  # by which its runs are measured
+    metric: str  # by which its runs are measured, of the personal models if silos have them
     statistics: str = ""  # clipping and noise of what silos send besides updates
     clip: float = 0.5  # norm to which updates are clipped
 
@@ -88,6 +88,8 @@ METHODS: Mapping[str, Method] = {
         ),
         "map",
     ),
+    "rcsr-p": Method(("protocol={name: rcsr, warmup: 1, personal: router, personal_onset: 1}",), "mean_r1"),
+    "pfedmma": Method(("protocol={name: pfedmma}", "backbone={name: lite, adapter: mma, bottleneck: 32}"), "mean_r1"),
     "feduch": Method(("protocol={name: feduch}", "objective={base: dgcpn, bits: 64, hidden: 256}", *_HASHED), "map"),
     "fedavg with sgd": Method(
         (
@@ -97,6 +99,8 @@ METHODS: Mapping[str, Method] = {
         "mean_r1",
     ),
 }
+#: Methods that are measured without mitigations only.
+_PLAIN = ("fedscmr", "rcsr-p", "pfedmma")
 #: Settings of section privacy by name; ``<clip>`` and ``<statistics>`` are the method's.
 MITIGATIONS = {
     "none": "",
@@ -109,6 +113,7 @@ MITIGATIONS = {
 }
 _UPDATES = ("delta", "partial_delta")
 _CLASSES = ("class_prototypes", "memory")
+_UNKNOWN = "no value"  # not sent, or not measured: runs that were kept before this was measured
 Format = Callable[[Sequence[Mapping[str, float]]], str]
 
 
@@ -137,6 +142,16 @@ def _against(name: str, form: str) -> Format:
     return cell
 
 
+def _known(name: str) -> Format:
+    """How often a fact about a silo is read correctly over all runs, and how often by guessing."""
+    against = _against(name, ".0%")
+
+    def cell(runs: Sequence[Mapping[str, float]]) -> str:
+        return against(runs).partition(",")[0].replace("not sent", _UNKNOWN)
+
+    return cell
+
+
 #: Tables: their files, and the heads and contents of their columns; a row has a value in a column besides the first.
 TABLES: Mapping[str, Mapping[str, Format]] = {
     "leakage_updates": {
@@ -151,6 +166,8 @@ TABLES: Mapping[str, Mapping[str, Format]] = {
         "AUC, image": _over("modality_prototypes, cosine, image"),
         "AUC, text": _over("modality_prototypes, cosine, text"),
         "nearest item": _against("modality_prototypes, a prototype", ".0%"),
+        "modalities, by prototypes": _known("modality_prototypes, which modalities a silo has"),
+        "by updates": _known("an update or its report, which modalities a silo has"),
     },
     "leakage_rows": {
         "quality": _over("quality"),
@@ -187,7 +204,7 @@ def allowed(method: str, mitigation: str) -> bool:
     """Whether a mitigation is measured with a method: it changes what silos send, or how they train."""
     if mitigation == "noise in local steps":
         return method.startswith("fedavg")
-    if method.endswith("sgd"):
+    if method in _PLAIN or method.endswith("sgd"):
         return mitigation == "none"
     by_class = "memory" in METHODS[method].statistics or "class_prototypes" in METHODS[method].statistics
     return {"noise on statistics": METHODS[method].statistics != "", "least support 8": by_class}.get(mitigation, True)
@@ -209,13 +226,14 @@ def probed(scenario: str, method: str, mitigation: str, seed: int) -> dict[str, 
             folder.scenario.write_text(run.scenario.dump(), encoding="utf-8")
             simulate_inline(run, folder, resume=False, status=lambda _: None)
         measured = probe_payloads(open_release(folder.root), shadows=SHADOWS)
-        return {"quality": read_summary(folder).metrics[about.metric], **values_of(measured)}
+        summary = read_summary(folder)
+        return {"quality": (summary.personal or summary.metrics)[about.metric], **values_of(measured)}
 
 
 def table(columns: Mapping[str, Format], runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Grid:
     """A table of what some methods send, with the number of runs of each row; other methods have no row."""
     body = {name: (str(len(made)), *(cell(made) for cell in columns.values())) for name, made in runs.items()}
-    senders = {name.partition(":")[0] for name, cells in body.items() if {*cells[2:]} != {"not sent"}}
+    senders = {name.partition(":")[0] for name, cells in body.items() if not {*cells[2:]} <= {"not sent", _UNKNOWN}}
     shown = [(name, *cells) for name, cells in body.items() if name.partition(":")[0] in senders and runs[name]]
     note = "runs with seeds from 0; mean and half of its 95 % t-interval over them"
     return Grid(("", "runs", *columns), tuple(tuple(map(Cell, row)) for row in shown), (note,))

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from benchmarks import leakage
 from fedmq.audit.membership_inference import members_of
-from fedmq.audit.payload_attacks import PayloadProbe, _Attacks, probe_payloads, show
-from fedmq.audit.shadow_silos import Sent, Shadows
+from fedmq.audit.payload_attacks import PayloadProbe, _Attacks, _modalities, _sent, probe_payloads, show
+from fedmq.audit.shadow_silos import Sent, Shadows, whole_change
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
 from fedmq.retrieval.released_model import open_release
@@ -86,8 +86,9 @@ def test_the_attacks_recognise_memorised_items_in_updates_and_not_behind_noise(t
         (),
         ("protocol={name: fedhap}", "objective={base: triplet, bits: 8, hidden: 16}"),
         ("protocol={name: fedbridge}",),
+        ("protocol={name: fedper}",),
     ],
-    ids=["rcsr", "fedhap", "fedbridge"],
+    ids=["rcsr", "fedhap", "fedbridge", "personal layers"],
 )
 def test_a_shadow_with_the_silos_items_and_draws_sends_what_the_silo_sent(
     tiny: Path, tmp_path: Path, settings: tuple[str, ...]
@@ -98,12 +99,16 @@ def test_a_shadow_with_the_silos_items_and_draws_sends_what_the_silo_sent(
     population = build_population(scenario)
     model = population.build_model(scenario, "cpu", ("image", "text"))
     shadows = Shadows(scenario, population, model)
+    last = dict[str, Sent]()
     for captured in read_captured(RunFolder(tmp_path)):
         for silo in members_of(scenario, population):
             name = silo.silo.name
-            sent = Sent(captured.state, captured.version, captured.silos[name], None)
-            again = shadows.update(silo.silo, silo.rows, sent, sequence=captured.version + 1)
-            assert np.array_equal(again, sent.payloads["delta"]["buffer"]), (captured.version, name)
+            before = last.get(name) if shadows.personal else None
+            sent = Sent(captured.state, captured.version, captured.silos[name], captured.layers.get(name), before)
+            again = shadows.update(silo.silo, silo.rows, sent, sequence=captured.version + 1).change
+            kind = "delta" if sent.layers is None else "partial_delta"
+            assert torch.equal(again, whole_change(model, sent.payloads[kind]["buffer"], sent.layers)), (name, kind)
+            last[name] = sent
 
 
 def test_an_update_of_one_step_of_sgd_holds_its_inputs(tmp_path: Path) -> None:
@@ -144,6 +149,27 @@ def test_with_a_secure_sum_there_is_no_update_to_attack(tiny: Path, tmp_path: Pa
     assert {attack.payload for attack in measured.attacks} == {"modality_prototypes"}
     exact = {one.payload: one.found for one in measured.inferences if one.what == "the number of training items"}
     assert exact == {"an update or its report": 1.0, "geometry": 1.0}, "the length of an update divided by sqrt(n)"
+    held = [(one.payload, one.found, one.count) for one in measured.inferences if "modalities" in one.what]
+    assert held == [("an update or its report", 1.0, 4), ("modality_prototypes", 1.0, 4)]
+
+
+def test_an_update_shows_by_its_branches_which_modality_a_silo_lacks(tiny: Path, tmp_path: Path) -> None:
+    settings = (
+        "privacy={capture: true, clip_norm: 0.1, noise_multiplier: 4.0}",
+        "missing_modality.silos={silo-01: image}",
+    )
+    scenario = resolved(tiny, "protocol=fedavg", "participation=1.0", "rounds=2", "evaluation.every=0", *settings)
+    in_process_run.run(scenario, tmp_path)
+    *_, captured = read_captured(RunFolder(tmp_path))
+    population = build_population(scenario)
+    members = {each.silo.name: each for each in members_of(scenario, population)}
+    model = population.build_model(scenario, "cpu", ("image", "text"))
+    last = {name: _sent(captured, name, None) for name in members}
+    by_update, by_prototypes = _modalities(last, members, model)
+    assert by_update.found == by_prototypes.found == 1.0 and by_update.chance == 0.75
+    lacking = members["silo-01"]
+    wrong = {"silo-01": replace(lacking, silo=replace(lacking.silo, image=False, text=True))}
+    assert [each.found for each in _modalities(last, wrong, model)] == [0.0, 0.0]
 
 
 def test_a_run_without_captured_payloads_and_a_damaged_file_are_refused_by_name(tmp_path: Path) -> None:

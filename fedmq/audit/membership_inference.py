@@ -29,7 +29,7 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.heldout import embed
 from fedmq.federation.population import Population, build_population
-from fedmq.federation.protocol import SiloFacts, encoders_of
+from fedmq.federation.protocol import Encoders, SiloFacts, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.results import read_summary
@@ -316,15 +316,22 @@ def _scored(model: TwoTower, population: Population, rows: Rows, report: Callabl
 
 
 def embedded(
-    model: TwoTower, population: Population, rows: Rows, report: Callable[[int], None] = lambda _: None
+    model: TwoTower,
+    population: Population,
+    rows: Rows,
+    report: Callable[[int], None] = lambda _: None,
+    encoders: Encoders | None = None,
 ) -> tuple[F32, F32]:
-    """Embeddings of the images and of the first captions of n rows of the data set, float32 [n, d] each."""
+    """Embeddings of the images and of the first captions of n rows of the data set, float32 [n, d] each.
+
+    By the model's towers, or by ``encoders`` of a personal model.
+    """
     images, texts = [], []
     for start in range(0, len(rows), _CHUNK):
         report(start)
         items = load_silo_dataset(population.prepared, rows[start : start + _CHUNK], image=True, text=True)
         first_captions = replace(items, captions=torch.ones_like(items.captions))
-        found = embed(encoders_of(model), first_captions, binary=model.binary)
+        found = embed(encoders or encoders_of(model), first_captions, binary=model.binary)
         images.append(found.image)
         texts.append(found.text)
     report(len(rows))

@@ -14,14 +14,16 @@ ROC curve is that of all silos together.
 - Update, ``shadows``: RMIA against shadow silos, and inversion of small updates; see :mod:`fedmq.audit.shadow_silos`.
 - Prototype, ``cosine``: an item's cosine with the prototype, against that with the other silos' mean prototype.
 
-What else payloads show: the number of items, the labels, and the training item nearest to a prototype or a class's row.
+What else payloads show: the number of items, the modalities, the labels, and the training item nearest to a prototype
+or a class's row.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +51,9 @@ from fedmq.data.labels import fine_columns
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.federation.population import Population
-from fedmq.federation.protocol import SiloFacts
+from fedmq.federation.protocol import Local, SiloFacts
 from fedmq.models.hash_networks import towers_with
-from fedmq.models.two_tower import TwoTower
+from fedmq.models.two_tower import BRANCHES, TwoTower
 from fedmq.retrieval.released_model import Release
 from fedmq.runs.captured_payloads import Captured, Fields, read_captured
 from fedmq.text import Progress, counted
@@ -134,28 +136,36 @@ def probe_payloads(release: Release, progress: Progress | None = None, *, shadow
     last, merges, folder, scenario = dict[str, Sent](), 0, release.run, release.scenario
     population = data_of(release, progress)
     members, model = members_of(scenario, population), population.build_model(scenario, release.device, MODALITIES)
+    attacks = _Attacks(scenario, population, model, shadows)
     for captured in read_captured(folder):
         merges += 1
         if captured.state.theta.shape != model.flat.shape:
             found = f"a model of {captured.state.theta.numel():,} parameters"
             raise InputError(str(folder.captured), found, f"the run's, of {model.flat.numel():,}")
         last |= {
-            silo: _sent(captured, silo) for silo, base in captured.base_versions.items() if base == captured.version
+            silo: _sent(captured, silo, last.get(silo) if attacks.personal else None)
+            for silo, base in captured.base_versions.items()
+            if base == captured.version
         }
     by_name = {each.silo.name: each for each in members}
-    attacks = _Attacks(scenario, population, model, shadows)
     for done, (silo, sent) in enumerate(sorted(last.items())):
         if progress is not None:
             progress("payloads of silos attacked", done, len(last))
         if silo in by_name:
             others = [_prototypes(each.payloads) for name, each in last.items() if name != silo]
             attacks.attack(by_name[silo], sent, others)
-    inferences = [*_sizes(last, by_name), *_labels(last, by_name, population), *attacks.nearest(by_name, last)]
-    return PayloadProbe(merges, attacks.results(), tuple(inferences), attacks.inversions())
+    inferences = (
+        *_sizes(last, by_name),
+        *_modalities(last, by_name, model),
+        *_labels(last, by_name, population),
+        *attacks.nearest(by_name, last),
+    )
+    return PayloadProbe(merges, attacks.results(), inferences, attacks.inversions())
 
 
-def _sent(captured: Captured, silo: str) -> Sent:
-    return Sent(captured.state, captured.version, captured.silos.get(silo, {}), captured.layers.get(silo))
+def _sent(captured: Captured, silo: str, before: Sent | None) -> Sent:
+    payloads, layers = captured.silos.get(silo, {}), captured.layers.get(silo)
+    return Sent(captured.state, captured.version, payloads, layers, before)
 
 
 def _prototypes(payloads: Mapping[str, Fields]) -> dict[str, npt.NDArray[np.float32]]:
@@ -178,8 +188,20 @@ class _Attacks:
         self._scores: dict[tuple[str, str, bool], list[tuple[F64, F64, F64, F64]]] = {}
         self._inverted: list[Inverted] = []
 
-    def _embedded(self, sent: Sent, theta: torch.Tensor, rows: Rows) -> tuple[F32, F32]:
-        """Embeddings [n, d] of items by other parameters, and the memory that the silo was sent with its task."""
+    @property
+    def personal(self) -> bool:
+        """Whether layers are personal, so that shadows train all tasks that a silo was sent."""
+        return self._count > 0 and self._shadows.personal
+
+    def _embedded(self, sent: Sent, theta: torch.Tensor, rows: Rows, local: Local | None = None) -> tuple[F32, F32]:
+        """Embeddings [n, d] of items by other parameters, and the memory that the silo was sent with its task.
+
+        With a shadow's state (``local``), by its personal model.
+        """
+        if local is not None:
+            method = self._shadows.method
+            encoders = method.encoders(local, method.task(replace(sent.state, theta=theta), local.silo))
+            return embedded(self._model, self._population, rows, encoders=encoders)
         released = self._shadows.method.release(sent.state)
         memory = next((torch.tensor(each.centroids) for each in released if isinstance(each, Memory)), None)
         self._model.load(theta.numpy())
@@ -210,9 +232,15 @@ class _Attacks:
             ):
                 self._add(silo, kind, name, value, reference)
             if self._count:
-                updates = self._shadows.halves(silo, sent, self._count)
-                usual = [likelihood(*self._embedded(sent, theta + each, rows)) for each in updates]
-                value, reference = (relative(likelihood(*each), usual) for each in (end, (image, text)))
+                by_shadows, by_silo, before_it = list[F64](), list[F64](), list[F64]()
+                for shadow in self._shadows.halves(silo, sent, self._count):
+                    local = shadow.local if self.personal else None
+                    by_shadows.append(likelihood(*self._embedded(sent, theta + shadow.change, rows, local)))
+                    if local is not None:
+                        by_silo.append(likelihood(*self._embedded(sent, theta + change, rows, local)))
+                        before_it.append(likelihood(*self._embedded(sent, theta, rows, local)))
+                value = relative(by_silo or [likelihood(*end)], by_shadows)
+                reference = relative(before_it or [likelihood(image, text)], by_shadows)
                 self._add(silo, kind, "shadows", value, reference)
                 self._inverted += self._shadows.inverted(silo, sent)
         for modality, prototype in _prototypes(sent.payloads).items():
@@ -359,6 +387,32 @@ def _sizes(last: Mapping[str, Sent], members: Mapping[str, Members]) -> list[Inf
         right = [abs(size - members[silo].items) < 0.5 for silo, size in sizes.items() if silo in members]
         if right:
             found.append(Inference(payload, "the number of training items", float(np.mean(right)), None, len(right)))
+    return found
+
+
+def _modalities(last: Mapping[str, Sent], members: Mapping[str, Members], model: TwoTower) -> list[Inference]:
+    """For how many silos it is known which modalities they have: by the branches of an update, or by prototypes."""
+
+    def by_update(sent: Sent) -> set[str]:
+        """Branches that the update changes; one that a silo lacks was filled with zeros when it arrived."""
+        if (whole := sent.payloads.get(Delta.KIND)) is not None:
+            parts = torch.split(torch.from_numpy(np.asarray(whole["buffer"])), [each.size for each in entries])
+            changed = [each.name for each, part in zip(entries, parts, strict=True) if bool(part.any())]
+        else:  # of a sum only the names of the branches are reported
+            changed = [*(sent.layers or ())]
+        return {each for each in MODALITIES if any(name.startswith((each, BRANCHES[each])) for name in changed)}
+
+    def by_prototypes(sent: Sent) -> set[str]:
+        return {*_prototypes(sent.payloads)}
+
+    entries, found = model.layout.entries, list[Inference]()
+    for payload, read in (("an update or its report", by_update), (ModalityPrototypes.KIND, by_prototypes)):
+        held = {name: {each for each in MODALITIES if getattr(silo.silo, each)} for name, silo in members.items()}
+        read_ = {name: modalities for name, sent in last.items() if name in held and (modalities := read(sent))}
+        if read_:
+            right = [modalities == held[name] for name, modalities in read_.items()]
+            chance = max(Counter(frozenset(held[name]) for name in read_).values()) / len(read_)
+            found.append(Inference(payload, "which modalities a silo has", float(np.mean(right)), chance, len(read_)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 A curious coordinator has the model that it sent and the method, so it can train the silo's task on items of its choice,
 and see how an update depends on them. The shadow's update is clipped and noised as the silo's, with other noise.
+Where layers are personal, a shadow trains all tasks that the silo was sent, and so has personal layers of its own.
 
 - Membership, ``shadows``: RMIA, which needs few reference models (Zarifzadeh et al., "Low-Cost High-Power Membership
   Inference Attacks", ICML 2024). An item's score is log Pr(x | θ) / Pr(x): its likelihood under the model plus the
@@ -51,6 +52,15 @@ class Sent:
     version: int  # of that state
     payloads: Mapping[str, Fields]  # by kind
     layers: Sequence[str] | None  # of its update, if that is a part of the model
+    before: Sent | None = None  # what it sent before, if personal layers follow from all of its tasks
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A shadow silo after its last task."""
+
+    change: torch.Tensor  # its update, float32 [P]
+    local: Local  # its items and personal state
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,14 @@ class Shadows:
         contexts = context, replace(context, training=step)
         self.method, self._step = (protocols.create(scenario.protocol, each, check=False) for each in contexts)
 
-    def halves(self, silo: Members, sent: Sent, count: int) -> Iterator[torch.Tensor]:
-        """Updates [P] of shadows that have random halves of a silo's training pairs and held-out pairs.
+    @property
+    def personal(self) -> bool:
+        """Whether layers are personal, so that an update alone makes no model."""
+        traits = self.method.traits()
+        return traits.personalised and traits.shared_layers is not None
+
+    def halves(self, silo: Members, sent: Sent, count: int) -> Iterator[Shadow]:
+        """Shadows that have random halves of a silo's training pairs and held-out pairs.
 
         Two shadows share the pairs, so that each pair is one that half of the shadows were trained on.
         """
@@ -95,7 +111,8 @@ class Shadows:
         name = silo.silo.name
         for number, batch in enumerate(each for each in BATCHES if each <= len(silo.rows)):
             drawn = numpy_generator(self._scenario.seed, "inversion", name, batch).permutation(silo.rows)[:batch]
-            change = self.update(silo.silo, drawn, sent, 2 * _FIRST + number, self._step)
+            step = replace(sent, before=None)
+            change = self.update(silo.silo, drawn, step, 2 * _FIRST + number, self._step).change
             for modality in MODALITIES:
                 if not getattr(silo.silo, modality):
                     continue
@@ -106,28 +123,33 @@ class Shadows:
 
     def update(
         self, silo: SiloFacts, rows: Rows, sent: Sent, sequence: int, method: FederatedProtocol | None = None
-    ) -> torch.Tensor:
-        """The update float32 [P] that a silo with other training items would have sent.
+    ) -> Shadow:
+        """The silo that the run would have had with other training items, and its update.
 
         Args:
             silo: whose modalities it has.
             rows: its items.
-            sent: what the silo sent, for the state that the task was made from.
-            sequence: number of its task, which decides its batches, captions and noise.
+            sent: what the silo sent, for the states that its tasks were made from.
+            sequence: number of its last task, which decides its batches, captions and noise.
             method: the run's, with other options of the training; None for the run's.
         """
-        scenario, version, method = self._scenario, sent.version, method or self.method
+        scenario, method = self._scenario, method or self.method
         items = self._population.trained_items(scenario, np.sort(rows), image=silo.image, text=silo.text)
-        rate = scenario.training.rate_at(version, scenario.schedule_rounds)
-        task = Task(sequence, version, version, rate, method.task(sent.state, silo))
-        trained = method.train(Local(silo, items, self._model, {}), task)
+        local, tasks = Local(silo, items, self._model, {}), [sent]
+        while (earlier := tasks[-1].before) is not None:
+            tasks.append(earlier)
+        for back, each in reversed([*enumerate(tasks)]):
+            rate = scenario.training.rate_at(each.version, scenario.schedule_rounds)
+            task = Task(sequence - back, each.version, each.version, rate, method.task(each.state, silo))
+            trained = method.train(local, task)
+            local = replace(local, state=trained.state)
         update: Payload = next(each for each in trained.payloads if isinstance(each, Delta | PartialDelta))
         update = shortened(update, self._model.layout, updating(silo, method.traits()))
-        path = (silo.name, version, sequence)
+        path = (silo.name, sent.version, sequence)
         update = protected(update, scenario.privacy, scenario.seed, path, idle=trained.idle)
         assert isinstance(update, Delta | PartialDelta)  # noqa: S101 - it keeps its kind
         names = update.names if isinstance(update, PartialDelta) else None
-        return whole_change(self._model, update.buffer, names)
+        return Shadow(whole_change(self._model, update.buffer, names), local)
 
     def _inputs(self, modality: Modality, rows: Rows) -> tuple[F32, Rows]:
         """A tower's inputs for items, of all captions [N, ...], and the first one of each item [n]."""
@@ -156,9 +178,15 @@ def likelihoods(image: F32, text: F32) -> F64:
     return found
 
 
-def relative(own: F64, shadows: Sequence[F64]) -> F64:
-    """RMIA's ratio log Pr(x | θ) / Pr(x) of n items, from log-likelihoods [n] by the silo's update and by shadows'."""
-    ratio: F64 = own - logsumexp(np.stack(shadows), axis=0) + np.log(len(shadows))
+def relative(own: Sequence[F64], shadows: Sequence[F64]) -> F64:
+    """RMIA's ratio log Pr(x | θ) / Pr(x) of n items, from log-likelihoods [n].
+
+    Args:
+        own: by the silo's update; several if its personal layers are unknown, each with those of a shadow.
+        shadows: by the shadows' updates.
+    """
+    by_silo, by_shadows = (logsumexp(np.stack(each), axis=0) - np.log(len(each)) for each in (own, shadows))
+    ratio: F64 = by_silo - by_shadows
     return ratio
 
 

@@ -103,9 +103,7 @@ def validated(
             found = form_of(payload.buffer)
             raise RemoteWireError("unexpected", f"a {payload.KIND} with compression {found}, agreed: {form}")
     assert header.reply_to is not None  # noqa: S101 - the loop refuses a reply without a task
-    # Now, while other silos train, and not in the merge, which all silos wait for.
-    payloads = tuple(completed(payload, context.layout, layers, sender) for payload in message.payloads)
-    return Update(silo, header.reply_to, header.base_version, 0, 1.0, payloads)
+    return Update(silo, header.reply_to, header.base_version, 0, 1.0, message.payloads)
 
 
 def check_reply(
@@ -255,16 +253,18 @@ def reason_of(message: Message) -> FailureReason:
 def weighted(
     run_context: RunContext, update: Update, states: Mapping[int, State], version: int, merged: Mapping[str, int]
 ) -> Update:
-    """A validated update with its weights in a merge into ``version``."""
-    age = version - update.base_version
+    """A validated update with its weights in a merge into ``version``, and the branches that its silo lacks."""
+    age, context = version - update.base_version, run_context.context
     aggregation, eligible, weight = run_context.scenario.aggregation, run_context.plan.eligible, 1.0
     if aggregation.mode != "sync" and aggregation.balance is not None:
         mean = sum(merged[name] for name in eligible) / len(eligible)
         weight = participation_weight(merged[update.silo.name], mean, aggregation.balance)
+    layers, sender = run_context.traits.shared_layers, updating(update.silo, run_context.traits)
     return replace(
         update,
         staleness=age,
         damping=damping(aggregation.staleness, age),
+        payloads=tuple(completed(payload, context.layout, layers, sender) for payload in update.payloads),
         participation_weight=weight,
         modality_weight=_modality_weight(update, aggregation.single_weight, run_context.traits.unpaired),
         base=states[update.base_version],

@@ -14,8 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fedmq.audit.log_checks import audit_run
+from fedmq.audit.report import outcome
 from fedmq.cli.main import app
 from fedmq.config.yaml_files import read_yaml
+from fedmq.runs.resume import begin_extension, extended
+from fedmq.storage.run_folder import RunFolder
+from tests import threaded_run
 from tests.command_line import printed, refused
 from tests.in_process_run import run
 from tests.threaded_run import resolved
@@ -119,14 +123,22 @@ def test_an_extended_run_gives_the_model_of_a_run_with_all_rounds(tiny: Path, tm
 
 
 @pytest.mark.slow
-def test_a_run_whose_last_record_is_torn_is_extended_and_audits_clean(tiny: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    printed("scenario", tiny, *INLINE, "--out", out, "--quiet")
-    log = out / "messages" / "coordinator.jsonl"
-    os.truncate(log, log.stat().st_size - 40)
-    assert any("no complete record" in str(finding) for finding in audit_run(out).findings)
-    printed("scenario", "--resume", out, "--extend", 2, "--quiet")
-    assert not audit_run(out).findings
+def test_a_run_whose_last_records_are_torn_is_extended_and_audits_clean(tiny: Path, tmp_path: Path) -> None:
+    """In threads, where each process has its own log: the last records of the coordinator and of a silo are torn."""
+    folder, scenario = RunFolder(tmp_path / "run"), resolved(tiny, "rounds=2", "participation=1.0")
+    folder.root.mkdir()
+    folder.scenario.write_text(scenario.dump())
+    threaded_run.run(scenario, folder.root)
+    torn = ("coordinator", "silo-00")
+    for process in torn:
+        log = folder.messages(process)
+        os.truncate(log, log.stat().st_size - 40)
+    found = [finding.place for finding in audit_run(folder.root).findings if "no complete record" in finding.what]
+    assert {place.partition(".jsonl")[0] for place in found} == set(torn)
+    longer = extended(scenario, 3, folder.scenario)
+    begin_extension(folder, longer)
+    threaded_run.run(longer, folder.root, resume=True)
+    assert outcome(audit_run(folder.root)) == "the logs are consistent"
 
 
 def test_rounds_with_a_learning_rate_of_zero_are_refused(tiny: Path, tmp_path: Path) -> None:

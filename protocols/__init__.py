@@ -71,10 +71,7 @@ def load(name: str) -> type[FederatedProtocol]:
 def create(choice: ProtocolChoice, context: Context, *, check: bool = True) -> FederatedProtocol:
     """An instance of a scenario's method, for one of its silos or its coordinator.
 
-    Args:
-        choice: the method and its options.
-        context: the run's context.
-        check: check the method against its traits, which takes time for every silo of the run.
+    Without ``check`` the method is not checked against its traits, which takes time for every silo of the run.
 
     Raises:
         InputError: the method or an option is unknown, an option is not allowed, the method does not support the run,
@@ -202,10 +199,7 @@ def _first_line(module: object) -> str:
 def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, object], place: str = "protocol") -> Any:
     """A method's options from the scenario's ``protocol:`` keys, with defaults filled in, types and bounds checked.
 
-    Args:
-        protocol: from :func:`load`.
-        raw: option name to value as read from YAML.
-        place: section of the options, for errors, e.g. ``"scenarios/x.yaml: protocol"``.
+    ``place`` is the options' section in errors, e.g. ``"scenarios/x.yaml: protocol"``.
 
     Raises:
         InputError: an option is unknown, of a wrong type or out of bounds.
@@ -214,11 +208,7 @@ def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, object], pla
 
 
 def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
-    """Facts of a scenario's method that do not depend on the data.
-
-    Args:
-        choice: ``protocol`` of the scenario.
-        objective: ``objective`` of the scenario, as some options only have an effect with some base losses.
+    """Facts of a scenario's method that do not depend on the data; some options have an effect with some losses only.
 
     Raises:
         InputError: the method or an option is unknown, or an option is not allowed.

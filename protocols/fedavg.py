@@ -106,12 +106,8 @@ class FedAvg(FederatedProtocol):
     ) -> Trained:
         """Local epochs on the base loss; methods that add terms to FedAvg pass them here.
 
-        Args:
-            local: the silo.
-            task: with the model.
-            extra: loss term added in the main step of each batch.
-            lambda_s: weight of the proximal term ||theta - base||^2.
-            correction: float32 [P], added to the parameters after every step.
+        ``extra`` is a loss term in the main step of each batch, ``lambda_s`` the weight of the proximal term ||theta -
+        base||^2, ``correction`` float32 [P] is added to the parameters after every step.
         """
         base = training.load_model(local, take(task.payloads, Model).buffer)
         work = item_groups.protected(self.work(local, task), local, self.context, task)
@@ -199,11 +195,9 @@ class AnchoredFedAvg(FedAvg):
         return None
 
     def kept(self, local: Local, *, trained: bool) -> Mapping[str, Tensor]:
-        """A method's tensors that a silo keeps after local training.
+        """A method's tensors that a silo keeps after local training; its state is from before the task.
 
-        Args:
-            local: the silo, whose model is the trained one and whose state is from before the task.
-            trained: whether it trained; a silo with nothing to minimise still has the downloaded model.
+        Its model is the trained one; a silo with nothing to minimise has not ``trained`` and holds the downloaded one.
         """
         return {}
 

@@ -163,9 +163,7 @@ def enhancement_loss(enhanced: Tensor, plain: Tensor) -> Tensor:
 def consistency_loss(enhanced: Tensor, references: Sequence[Tensor]) -> Tensor:
     """L_C: mean over the modalities' references of 1 - cos(V_E, V_E,g), rows [B, r] (eq 6).
 
-    Args:
-        enhanced: features by the model in training.
-        references: features by the downloaded model, one tensor for each modality of the silo.
+    V_E is by the model in training, V_E,g by the downloaded one, a tensor for each modality of the silo.
     """
     return torch.stack([1 - cosine(enhanced, reference).mean() for reference in references]).mean()
 

@@ -63,12 +63,8 @@ class FedCmrOptions:
 def weights_of(samples: Tensor, labels: Tensor, losses: Tensor, mean: float, sharpness: float) -> Tensor:
     """FedCMR's weights float64 [M]: softmax over silos of p_k + sharpness exp(-exp(l_k / mean)).
 
-    Args:
-        samples: n_k [M]; p_k = n_k c_k / sum_j n_j c_j.
-        labels: c_k [M], number of categories.
-        losses: l_k [M], summed over the samples.
-        mean: mean loss.
-        sharpness: factor of the loss term.
+    p_k = n_k c_k / sum_j n_j c_j, of numbers of samples n_k and of categories c_k; l_k is summed over the samples. All
+    are [M].
     """
     size = samples * labels
     ratio = losses / mean if mean > 0 else torch.ones_like(losses)
@@ -82,24 +78,17 @@ def residual(merged: Tensor, displacement: Tensor, beta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SomeBatches(training.Work):
-    """Training on a range of the batches of a base loss.
+    """Training on a range of the batches of a base loss."""
 
-    Args:
-        work: training on the base loss.
-        per_pass: batches in one pass over the silo's items. Epochs of DCMH and SHDCH make one pass per tower. The split
-            is between batches, not items: as in the official code each task draws new batches, and with
-            ``draws: fresh`` two batches of a pass may share items.
-        first: index of the first trained batch of a pass.
-        stop: index after the last trained batch.
-        began: generator state at the start of each epoch, stored by the first half of a task and restored by the
-            second, so that both halves see the same order of items even if the base draws random numbers in its
-            batches.
-    """
-
-    work: training.Work
+    work: training.Work  # training on the base loss
+    # Batches in one pass over the silo's items. Epochs of DCMH and SHDCH make one pass per tower. The split is between
+    # batches, not items: as in the official code each task draws new batches, and with ``draws: fresh`` two batches of
+    # a pass may share items.
     per_pass: int
-    first: int
-    stop: int
+    first: int  # index of the first trained batch of a pass
+    stop: int  # index after the last trained batch
+    # Generator state at the start of each epoch, stored by the first half of a task and restored by the second, so that
+    # both halves see the same order of items even if the base draws random numbers in its batches.
     began: dict[int, Mapping[str, Any]]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:

@@ -74,14 +74,7 @@ def initial_discriminator(layout: Layout, seed: int) -> Tensor:
 
 
 def discriminator_logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tensor:
-    """Log-odds [B] that codes [B, r] with label vectors [B, C] are prototypes; D is their logistic function.
-
-    Args:
-        theta: [Q] parameters.
-        layout: layout of the discriminator.
-        codes: [B, r].
-        labels: [B, C].
-    """
+    """Log-odds [B] that codes [B, r] with labels [B, C] are prototypes, by parameters [Q]; D is their logistic."""
     parts = torch.split(theta, [entry.size for entry in layout.entries])
     w1, b1, w2, b2 = (part.view(entry.shape) for part, entry in zip(parts, layout.entries, strict=True))
     hidden = functional.relu(functional.linear(torch.cat([codes, labels], 1), w1, b1))
@@ -106,14 +99,10 @@ def discriminator_loss(local: Tensor, prototypes: Tensor, eq8: Eq8 = "corrected"
 
 
 def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq8 = "corrected") -> Tensor:
-    """Adversarial loss of the hashing network, from the discriminator's log-odds [B] and [C].
+    """Adversarial loss of the hashing network, from the discriminator's log-odds of codes [B] and of prototypes [C].
 
-    Args:
-        local: log-odds of the batch's codes.
-        prototypes: log-odds of the prototypes.
-        kind: ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, as algorithm 1 does,
-            which trains the network to help the discriminator.
-        eq8: the form of L_d.
+    ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, in the form ``eq8``, as
+    algorithm 1 does, which trains the network to help the discriminator.
     """
     match kind:
         case "nonsat":

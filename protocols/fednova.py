@@ -75,11 +75,9 @@ class ReportsSteps(fedavg.AnchoredFedAvg):
 
 
 def gradient_weight(steps: int, momentum: float) -> float:
-    """|a_i|: sum of the weights of the gradients of SGD's steps in the update.
+    """|a_i|: sum of the weights of the gradients of SGD's τ_i steps in the update.
 
-    Args:
-        steps: τ_i.
-        momentum: ρ; 0 for SGD without momentum and for Adam.
+    The momentum ρ is 0 for SGD without momentum and for Adam.
     """
     velocity = total = 0.0
     for _ in range(steps):

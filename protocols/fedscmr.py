@@ -132,13 +132,8 @@ def label_loss(predicted: Tensor, labels: Tensor, norm: Norm) -> Tensor:
 def discrimination(image: Tensor | None, text: Tensor | None, similar: Tensor, pairs: int) -> Tensor:
     """l_csd (eq 2) over S_V and S_T [B, d]: four pairs of modalities as printed, or three as in public code.
 
-    Each summand is DSCMR's J2, with δ instead of its counts S.
-
-    Args:
-        image: None if the silo lacks images; pairs with images are left out.
-        text: None if the silo lacks texts; pairs with texts are left out.
-        similar: [B, B], 1 if two samples share a category; with three pairs, counts of shared labels.
-        pairs: 4 for both orders of the cross-modal pair, or 3.
+    Each summand is DSCMR's J2, with δ instead of its counts S. Pairs with a modality that the silo lacks (None) are
+    left out. ``similar`` [B, B] is 1 if two samples share a category; with three pairs, counts of shared labels.
     """
     terms = [pair_likelihood(present, present, similar) for present in (image, text) if present is not None]
     if image is not None and text is not None:

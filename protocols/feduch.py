@@ -94,11 +94,7 @@ def cross_modal_contrast(
 ) -> list[Tensor]:
     """Eq 11 for each modality: MOON's contrast of its projections with those of the *other* modality of each pair.
 
-    Args:
-        local: image and text outputs of the networks in training.
-        shared: outputs of the global networks, the positives.
-        previous: outputs of the silo's previous networks, the negatives.
-        tau: temperature.
+    Outputs of the global networks are the positives, those of the silo's previous networks the negatives.
     """
     return [
         model_contrast(mine.hidden, glob.hidden, [old.hidden], tau)
@@ -108,14 +104,9 @@ def cross_modal_contrast(
 
 
 def distillation(local: training.Outs, shared: training.Outs, options: FedUchOptions) -> list[Tensor]:
-    """Eqs 12 and 13 for each modality: distance of its codes to the global network's.
+    """Eqs 12 and 13 for each modality: distance of the codes in training to the global network's.
 
     Codes are not distributions; taking the softmax over their bits is our reading.
-
-    Args:
-        local: image and text outputs of the networks in training.
-        shared: outputs of the global networks.
-        options: distance and temperature.
     """
     pairs = [
         (mine.code, glob.code)

@@ -60,11 +60,8 @@ class Alone(FederatedProtocol):
     ) -> Trained:
         """Local epochs from the silo's personal parameters, which it keeps.
 
-        Args:
-            local: the silo.
-            task: its learning rate and seed.
-            extra: a method's loss term.
-            otherwise: work of a silo for which the base loss has nothing to minimise.
+        ``extra`` is a method's loss term, ``otherwise`` the work of a silo for which the base loss has nothing to
+        minimise.
         """
         local.model.load(personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()

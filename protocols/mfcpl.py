@@ -94,13 +94,7 @@ class MfcplOptions(fedavg.AnchoredOptions):
 
 
 def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor:
-    """CMPR: mean_i ||z_i - sum_c m_ic P_c||^2.
-
-    Args:
-        z: [B, d].
-        members: [B, C], rows sum to 1; one-hot for a sample with one label.
-        prototypes: [C, d].
-    """
+    """CMPR: mean_i ||z_i - sum_c m_ic P_c||^2, of z [B, d], members [B, C], rows of sum 1, and prototypes [C, d]."""
     return (z - members @ prototypes).square().sum(1).mean()
 
 

@@ -110,23 +110,13 @@ def prototype_loss(
 # A hypernetwork is an embedding, three ReLU layers and one linear layer per block of the model, all in one flat buffer.
 # Its gradient comes from the silo's update of the mixed model it received.
 def blocks(layout: Layout, part: slice) -> dict[str, slice]:
-    """Blocks of a branch as ranges of the model's flat buffer; a block is one layer's weight and bias.
-
-    Args:
-        layout: layout of the model.
-        part: the branch's range.
-    """
+    """Blocks of a branch as ranges of the model's flat buffer; a block is one layer's weight and bias."""
     layers = aggregation.slices_by(layout, lambda name: name.rpartition(".")[0])
     return {owner: layer for owner, layer in layers.items() if part.start <= layer.start < part.stop}
 
 
 def network_layout(names: Sequence[str], silos: int) -> Layout:
-    """Names and shapes of one network's parameters.
-
-    Args:
-        names: names of the blocks.
-        silos: K, number of silos.
-    """
+    """Names and shapes of the parameters of one network for K silos, of the blocks' names."""
     shapes: dict[str, tuple[int, ...]] = {"embedding": (WIDTH,)}
     for index in range(HIDDEN):
         shapes |= {f"hidden.{index}.weight": (WIDTH, WIDTH), f"hidden.{index}.bias": (WIDTH,)}

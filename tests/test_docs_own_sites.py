@@ -73,7 +73,7 @@ def test_the_smallest_example_works_as_printed(tmp_path: Path, monkeypatch: pyte
         words = shlex.split(command)
         assert words[1] == "silo" and words[3] == "--site"
         run = resolved_file(Path(words[2]), manual=True)
-        arguments = silo_arguments(run, Path(words[4]), None, ProcessOptions(None, None, None, None, None))
+        arguments = silo_arguments(run, ProcessOptions(site=Path(words[4])))
         threads.append(threading.Thread(target=run_silo, args=(arguments,)))
         threads[-1].daemon = True
         threads[-1].start()

@@ -208,10 +208,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def write_report(folder: RunFolder, progress: Progress | None = None, *, damaged: bool = True) -> str | None:
     """Write a run's report with examples, the shared space and the silos' holdings if the data are available.
 
-    Args:
-        folder: folder of a finished run.
-        progress: called during long steps; None shows nothing.
-        damaged: leave out lines of message logs that are not records; otherwise refuse them.
+    ``damaged`` leaves out lines of message logs that are not records; otherwise they are refused.
 
     Returns:
         Why they are missing from the report; None if it has them.

@@ -90,9 +90,9 @@ class _Options:
     as_json: AsJson = False
 
 
-@with_options(_Options)
+@with_options
 def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)], **given: Any
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)], *, options: _Options
 ) -> None:
     """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
@@ -110,7 +110,6 @@ def audit_command(
 
     Example: [bold]fedmq audit runs/noisy --delta 1e-5[/bold]
     """
-    options = _Options(**given)
     if options.shadows % 2 or (options.shadows and not options.with_probe):
         raise InputError("--shadows", options.shadows, "an even number, together with --probe")
     if options.delta is not None and not 0 < options.delta < 1:

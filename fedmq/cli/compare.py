@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out
+from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out, say
 from fedmq.cli.options import AsJson, Quiet, with_options
 from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.clock import WallClock
@@ -50,8 +50,8 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a com
 class Options:
     """Options of both commands, as given; None for those that were not given."""
 
-    kind: str
-    files: list[Path]
+    kind: str = "compare"
+    files: Sequence[Path] = ()
     source: Path | None = None
     vary: Annotated[
         list[str] | None,
@@ -173,8 +173,8 @@ class Options:
     quiet: Quiet = False
 
 
-@with_options(Options)
-def compare_command(files: Files, **given: Any) -> None:
+@with_options
+def compare_command(files: Files, *, options: Options) -> None:
     """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
     Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
@@ -190,11 +190,11 @@ def compare_command(files: Files, **given: Any) -> None:
     A comparison file (YAML with the key [bold]compare:[/bold]) can hold all of this; options on the command line
     add to it: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
     """
-    carry_out(_merged_options(Options("compare", files, **given)))
+    carry_out(_merged_options(replace(options, files=files)))
 
 
-@with_options(Options)
-def sweep_command(file: File, **given: Any) -> None:
+@with_options
+def sweep_command(file: File, *, options: Options) -> None:
     """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
 
     With [bold]--select val[/bold] each combination runs on the validation split, and only the best one on the test
@@ -206,7 +206,7 @@ def sweep_command(file: File, **given: Any) -> None:
     A comparison file (YAML with the key [bold]sweep:[/bold]) can hold all of this; options on the command line add
     to it: [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
     """
-    carry_out(_merged_options(Options("sweep", [file], **given)))
+    carry_out(_merged_options(replace(options, kind="sweep", files=[file])))
 
 
 def _merged_options(options: Options) -> Options:
@@ -389,15 +389,18 @@ def command_line() -> str:
     return shlex.join(["fedmq", *sys.argv[1:]])
 
 
-def _report_problems(comparison: Comparison) -> None:
-    failures = {f"[red]failed[/red] {escape(name)}": line for name, line in comparison.errors.items()}
-    failures |= {f"[yellow]warning[/yellow] {escape(name)}": line for name, line in comparison.diverged.items()}
-    for line in comparison.warnings:
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
-    for head, line in failures.items():
-        err.print(f"{head}: {escape(line)}", soft_wrap=True)
-    if comparison.errors:
+def say_failed(errors: Mapping[str, str]) -> None:
+    """Say which runs failed, and why."""
+    for name, line in errors.items():
+        say("failed", f"{name}: {line}")
+    if errors:
         print_line("the other runs are done; repeat the command to retry the failed ones", error=True)
+
+
+def _report_problems(comparison: Comparison) -> None:
+    for line in (*comparison.warnings, *(f"{name}: {line}" for name, line in comparison.diverged.items())):
+        say("warning", line)
+    say_failed(comparison.errors)
     if comparison.diverged:
         which = f"{len(comparison.diverged)} of {comparison.runs} runs diverged, neither chosen nor averaged"
         print_line(f"{which}; lower training.learning_rate", error=True)

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from rich.control import Control
 from rich.markup import escape
@@ -74,10 +74,19 @@ def continued_by_the_same_command() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def say(kind: Literal["warning", "failed", "left out"], line: str) -> None:
+    """Print a line on standard error after what kind of problem it tells."""
+    err.print(f"[{'red' if kind == 'failed' else 'yellow'}]{kind}[/] {escape(line)}", soft_wrap=True)
+
+
+def to_copy(before: str, command: str) -> None:
+    """Print a command on standard error in one line, however long, to be copied."""
+    err.print(f"{before} [bold]{escape(command)}[/bold]", no_wrap=True, overflow="ignore", crop=False)
+
+
 def exit_stopped(command: str, others: str = "") -> NoReturn:
     """Print the command that continues a stopped run, and exit."""
-    text = f"stopped{others}; continue with [bold]{escape(command)}[/bold]"
-    err.print(text, no_wrap=True, overflow="ignore", crop=False)  # to be copied
+    to_copy(f"stopped{others}; continue with", command)
     sys.exit(FAILED)
 
 

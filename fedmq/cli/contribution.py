@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from fedmq.cli.compare import command_line, display_progress, workplace
-from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out
+from fedmq.cli.compare import command_line, display_progress, say_failed, workplace
+from fedmq.cli.console import bar, continued_by_repeating, err, exit_stopped, out, say
 from fedmq.cli.options import AsJson, Quiet, Run
 from fedmq.cli.run import scenario_command
 from fedmq.cli.scenarios import resolved_file
@@ -122,15 +121,11 @@ def _warn(
     from fedmq.runs.results import made_otherwise, read_summary  # noqa: PLC0415
 
     for group, why in untrained.items():
-        err.print(f"[yellow]warning[/yellow] {escape(', '.join(sorted(group)))}: {escape(why)}", soft_wrap=True)
+        say("warning", f"{', '.join(sorted(group))}: {why}")
     made = made_otherwise([before, *(read_summary(run.folder).versions_of for run in runs.values() if run.done)])
     for name, versions in made.items():
-        line = f"made with different {name}: {', '.join(sorted(set(versions)))}; contributions are not exact"
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
-    for name, line in errors.items():
-        err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", soft_wrap=True)
-    if errors:
-        print_line("the other runs are done; repeat the command to retry the failed ones", error=True)
+        say("warning", f"made with different {name}: {', '.join(sorted(set(versions)))}; contributions are not exact")
+    say_failed(errors)
 
 
 @continued_by_repeating()

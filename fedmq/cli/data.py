@@ -183,10 +183,7 @@ def show_data(facts: DataFacts) -> None:
         *((f"ignored, {why}", names) for why, names in facts.ignored.items()),
     ):
         if names:
-            rest = f" (the first {SHOWN}; --json has all)" if len(names) > SHOWN else ""
-            print_line(f"{len(names)} {kind}{rest}:")
-            for name in names[:SHOWN]:
-                print_line(f"  {printable(name)}")
+            _print_some(f"{len(names)} {kind}", names)
     for line in () if facts.warnings is None else sentences(facts.warnings, known=False):
         print_line(printable(line))
     if facts.published:
@@ -202,16 +199,21 @@ def show_data(facts: DataFacts) -> None:
         out.print("fedmq data features FILE extracts the features; then this command shows the data of each silo")
 
 
+def _print_some(head: str, lines: Sequence[str]) -> None:
+    """Print a head line, and below it the first lines."""
+    rest = f" (the first {SHOWN}; --json has all)" if len(lines) > SHOWN else ""
+    print_line("\n".join((f"{head}{rest}{':' if lines else ''}", *(f"  {printable(line)}" for line in lines[:SHOWN]))))
+
+
 def _show_overlaps(found: Sequence[Overlap]) -> None:
     """Print the images and captions that two sites have, or two splits."""
-    rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
-    line = f"{counted(len(found), 'pair')} of splits of the silos share images or captions"
-    print_line(f"{line}{rest}{':' if found else ''}")
-    for each in found[:SHOWN]:
+    lines = []
+    for each in found:
         counts = ((each.images, "image"), (each.captions, "caption"))
         shared = " and ".join(counted(count, what) for count, what in counts if count)
         spoiled = "; figures measured on these held-out items are too high" if each.spoils else ""
-        print_line(f"  {' '.join(each.one)}, {' '.join(each.other)}: {shared}{spoiled}")
+        lines.append(f"{' '.join(each.one)}, {' '.join(each.other)}: {shared}{spoiled}")
+    _print_some(f"{counted(len(found), 'pair')} of splits of the silos share images or captions", lines)
 
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:
@@ -317,10 +319,7 @@ def data_overlap(
         return
     _show_overlaps(found)
     if items:
-        rest = f" (the first {SHOWN}; --json has all)" if len(items) > SHOWN else ""
-        print_line(f"{counted(len(items), 'item')} of {names} with shared contents{rest}:")
-        for name in items[:SHOWN]:
-            print_line(f"  {printable(name)}")
+        _print_some(f"{counted(len(items), 'item')} of {names} with shared contents", items)
 
 
 def _checked(file: Path, site: Path | None, settings: list[str] | None, seed: int | None) -> DataFacts:

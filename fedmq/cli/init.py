@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from fedmq.cli.console import bar, err, later, out
-from fedmq.cli.options import CONNECT, Quiet
+from fedmq.cli.options import CONNECT, Quiet, refuse_options
 from fedmq.cli.scenarios import resolved
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import make_folder, write_text
@@ -75,25 +75,18 @@ def init_command(
     """
     answers = {"--silos": silos, "--missing": missing, "--method": method}
     if site is None:
-        _refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
+        refuse_options({"--name": name, "--connect": connect}, "no such option without --site")
         _init_scenario(file or Path("mine.yaml"), data, _Answers(silos, missing, method), force, quiet)
     else:
-        _refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
+        refuse_options({"FILE": file, **answers}, "no scenario with --site: the coordinator's operator sends it")
         _init_site(site, data, name, connect, force, quiet)
-
-
-def _refuse_options(given: Mapping[str, object], allowed: str) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise InputError(option, str(value), allowed)
 
 
 def _check_new(file: Path, what: str, force: bool) -> None:
     """Refuse a file that is not YAML or that exists."""
     if file.suffix.lower() not in (".yaml", ".yml"):
-        raise InputError(
-            "--site" if what == "site file" else "FILE", str(file), f"the path of a {what} to write (.yaml)"
-        )
+        place = "--site" if what == "site file" else "FILE"
+        raise InputError(place, str(file), f"the path of a {what} to write (.yaml)")
     if file.exists() and not force:
         raise InputError(str(file), "a file that exists", "a new one, or --force to replace it")
 
@@ -102,7 +95,7 @@ def _init_scenario(file: Path, data: str | None, given: _Answers, force: bool, q
     """Ask for what is not given, and write the scenario."""
     _check_new(file, "scenario", force)
     counted = _counted(data, quiet=quiet)
-    answers = _Answers(min(4, _most(counted)), 0.0, None)
+    answers = _Answers(max(1, min(4, counted.most_silos)), 0.0, None)
     while True:
         answers = _questions(counted, given, answers)
         try:
@@ -179,17 +172,11 @@ def _counted(data: str | None, *, quiet: bool, images_alone: bool = False) -> Ow
     return counted
 
 
-def _most(counted: OwnData) -> int:
-    from fedmq.data import starter  # noqa: PLC0415
-
-    return max(1, starter.most_silos(counted))
-
-
 def _questions(counted: OwnData, given: _Answers, before: _Answers) -> _Answers:
     """Ask for what is not given, with the previous answers as defaults; the values of options are checked later."""
     from fedmq.federation.preflight import plug_in_names  # noqa: PLC0415 - --help does without
 
-    most, names = _most(counted), plug_in_names("protocol.name")
+    most, names = max(1, counted.most_silos), plug_in_names("protocol.name")
 
     def number(text: str) -> int:
         return int(_allowed(text, text.isdecimal() and 1 <= int(text) <= most, f"1 to {most}"))

@@ -19,23 +19,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.cli.console import DIFFERENT, bar, err, out, starting
-from fedmq.cli.options import (
-    AsJson,
-    Device,
-    File,
-    OwnConnect,
-    OwnKeys,
-    OwnPolicy,
-    ProcessOptions,
-    Quiet,
-    Run,
-    Seed,
-    Settings,
-    SiloName,
-    SiloOut,
-    SiteFile,
-    silo_arguments,
-)
+from fedmq.cli.options import AsJson, File, ProcessOptions, Quiet, Run, silo_arguments, with_options
 from fedmq.cli.scenarios import print_results, resolved, resolved_file
 from fedmq.errors import InputError, RunError
 from fedmq.launch.interrupts import FAILED
@@ -214,19 +198,8 @@ def _task(silo: SiloStatus) -> str:
     return f"{silo.task_seconds:.0f} s" + ("" if silo.limit is None else f" of {silo.limit:.0f}")
 
 
-def preflight_command(
-    file: File,
-    name: SiloName = None,
-    keys: OwnKeys = None,
-    connect: OwnConnect = None,
-    device: Device = None,
-    site: SiteFile = None,
-    out_dir: SiloOut = None,
-    policy: OwnPolicy = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    as_json: AsJson = False,
-) -> None:
+@with_options
+def preflight_command(file: File, *, given: ProcessOptions, as_json: AsJson = False) -> None:
     """Check that a silo can join a run; takes the options with which the silo will be started.
 
     It checks that the keys exist and the coordinator accepts them, that the coordinator runs this scenario with
@@ -242,12 +215,12 @@ def preflight_command(
     starting(quiet=as_json)
     from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
 
-    run = resolved(read(file, settings or (), seed), manual=True)
+    run = resolved(read(file, given.settings or (), given.seed), manual=True)
     from fedmq.federation.preflight import Program, Verdict  # noqa: PLC0415
     from fedmq.launch import preflight  # noqa: PLC0415 - imports torch
 
-    silo = silo_arguments(run, site, policy, ProcessOptions(name, keys, connect, device, out_dir))
-    results = preflight.preflight(Program.PREFLIGHT, preflight.Starting(run, silo, None if as_json else bar()))
+    silo = preflight.Starting(run, silo_arguments(run, given), None if as_json else bar())
+    results = preflight.preflight(Program.PREFLIGHT, silo)
     if as_json:
         made = [*results]
         print_json([asdict(result) for result in made])

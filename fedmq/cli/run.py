@@ -16,40 +16,31 @@ import typer
 
 from fedmq.cli.console import bar, continued_by_repeating, continued_by_the_same_command, err, exit_stopped, starting
 from fedmq.cli.options import (
+    CONNECT,
     AsJson,
-    CheckOnly,
     Device,
-    Extend,
     File,
     Keys,
-    LogFile,
-    LogFormatOption,
-    LogLevelOption,
-    MetricsPort,
+    LogChoice,
     NewFile,
     OwnConnect,
     OwnKeys,
-    OwnPolicy,
     ProcessOptions,
-    Profiled,
     Quiet,
-    Resume,
-    RunOut,
     Seed,
     Settings,
-    SiloName,
-    SiloOut,
     SiteFile,
-    StopSilos,
+    StartOptions,
     Whereabouts,
     silo_arguments,
+    with_options,
 )
 from fedmq.cli.report import Live, LivePort, begin_profile, live_page, profile_of
 from fedmq.cli.scenarios import explain, quick_imports, refuse_start, resolved, resolved_file
 from fedmq.errors import DiskError, InputError
 from fedmq.launch.interrupts import until_stopped
 from fedmq.profiling import span
-from fedmq.storage.logs import LogFormat, LogLevel, LogOptions, open_log
+from fedmq.storage.logs import LogLevel, open_log
 from fedmq.storage.run_folder import RunFolder, make_folder, open_run, write_json, writing
 from fedmq.text import print_line, printable
 
@@ -63,23 +54,39 @@ if TYPE_CHECKING:
 _BEGAN = time.monotonic()
 
 
+_CheckOnly = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Print what would run, estimates of time, memory and traffic, and warnings of settings without effect "
+        "(with --json only estimates and warnings), and exit.",
+    ),
+]
+_Profiled = Annotated[
+    bool,
+    typer.Option("--profile", help="Record where the time goes, by process and phase; not of silos on other machines."),
+]
+_StopSilos = Annotated[
+    bool,
+    typer.Option(
+        "--stop-silos", help="On Ctrl-C or SIGTERM, end the silos and the evaluator, too; by default they wait."
+    ),
+]
+
+
 # ------------------------------------------------------------------------------------------------------- scenario
+@with_options
 def scenario_command(
     file: NewFile = None,
-    out_dir: RunOut = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    resume: Resume = None,
-    extend: Extend = None,
+    *,
+    start: StartOptions,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    log_level: LogLevelOption = None,
-    log_file: LogFile = None,
-    log_format: LogFormatOption = LogFormat.CONSOLE,
+    log: LogChoice,
     live: Live = False,
     live_port: LivePort = 0,
-    check: CheckOnly = False,
-    profile: Profiled = False,
+    check: _CheckOnly = False,
+    profile: _Profiled = False,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
@@ -91,10 +98,10 @@ def scenario_command(
 
     starting(quiet=quiet)
     begin_profile(_BEGAN, on=profile)
-    console = log_file is None  # otherwise only to the file, so that the display stays readable
-    logs = None if log_level is None and console else _logs_of(log_level, log_file, log_format, console=console)
-    file = _file_of(file, resume, extend, out_dir)
-    source = read(file, settings or (), seed)
+    console = log.log_file is None  # otherwise only to the file, so that the display stays readable
+    logs = None if log.log_level is None and console else log.options(console=console)
+    file, resume, extend = start.file(file), start.resume, start.extend
+    source = read(file, start.settings or (), start.seed)
     inline = _inline(file, source.scenario)
     _prepare_start(source, forks=not (inline or check), new=resume is None)
     if check:
@@ -106,8 +113,10 @@ def scenario_command(
 
     run = resolved(source)
     refuse_start("SCENARIO", run)
-    new = resume is None and (out_dir is None or not out_dir.expanduser().exists())
-    folder = _new_run_folder(run.scenario, out_dir) if resume is None else _resumable(run.scenario, resume, extend)
+    new = resume is None and (start.out_dir is None or not start.out_dir.expanduser().exists())
+    folder = (
+        _new_run_folder(run.scenario, start.out_dir) if resume is None else _resumable(run.scenario, resume, extend)
+    )
     run = _with_rounds(run, extend)
     data = _prepared(run, folder.root if new else None, inline=inline, quiet=quiet)
     command = f"fedmq scenario --resume {shlex.quote(str(folder.root))}"
@@ -164,13 +173,6 @@ def _tracked(run: ResolvedRun, folder: RunFolder) -> contextlib.AbstractContextM
     return tracking(run, folder, _notice)
 
 
-def _logs_of(level: LogLevel | None, file: Path | None, format_: LogFormat, *, console: bool = True) -> LogOptions:
-    """A manually launched program logs to standard error, and to the file if there is one."""
-    logs = LogOptions(level or LogLevel.INFO, file, format_, console)
-    logs.check()
-    return logs
-
-
 @span("data")
 def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bool) -> Path:
     """Prepare a run's data, print warnings on them, and return their folder; refused data remove the folder created."""
@@ -194,19 +196,6 @@ def _prepared(run: ResolvedRun, created: Path | None, *, inline: bool, quiet: bo
 
 def _notice(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)
-
-
-def _file_of(file: Path | None, resume: Path | None, extend: int | None, out_dir: Path | None) -> Path:
-    """The scenario of a new run, or of the run to resume."""
-    if resume is None:
-        if extend is not None:
-            raise InputError("--extend", str(extend), "--resume RUN --extend ROUNDS, with the folder of a run")
-        if file is None:
-            raise InputError("FILE", "no scenario", "a scenario (YAML), or --resume RUN")
-        return file
-    if out_dir is not None:
-        raise InputError("--out", str(out_dir), "no --out with --resume RUN, which is the folder")
-    return open_run(resume).scenario if file is None else file
 
 
 def _resumable(scenario: Scenario, resume: Path, extend: int | None, *, manual: bool = False) -> RunFolder:
@@ -279,22 +268,23 @@ def _inline(file: Path, scenario: Scenario) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- manually launched programs
+@with_options
 def coordinator_command(
     keys: Keys,
     file: NewFile = None,
+    *,
     bind: Annotated[
         str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT, ipc://PATH or shm://PATH.")
-    ] = "tcp://127.0.0.1:5555",
-    out_dir: RunOut = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    resume: Resume = None,
-    extend: Extend = None,
-    stop_silos: StopSilos = False,
-    log_level: LogLevelOption = None,
-    log_file: LogFile = None,
-    log_format: LogFormatOption = LogFormat.CONSOLE,
-    metrics_port: MetricsPort = None,
+    ] = CONNECT,
+    start: StartOptions,
+    stop_silos: _StopSilos = False,
+    log: LogChoice,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port", metavar="PORT", min=1, max=65535, help="Serve metrics for Prometheus on 127.0.0.1."
+        ),
+    ] = None,
 ) -> None:
     """Run a coordinator, which waits for manually launched silos and an evaluator.
 
@@ -303,7 +293,8 @@ def coordinator_command(
     Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --out runs/manual[/bold]
     """
     starting()
-    run = resolved_file(_file_of(file, resume, extend, out_dir), settings, seed, manual=True)
+    run = resolved_file(start.file(file), start.settings, start.seed, manual=True)
+    resume, extend = start.resume, start.extend
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415 - imports torch
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.launch.preparation import population_here  # noqa: PLC0415
@@ -313,7 +304,7 @@ def coordinator_command(
 
     check_uri(bind, "--bind", listening=True)
     if resume is None:
-        folder = _manual_run_folder(run.scenario, out_dir)
+        folder = _manual_run_folder(run.scenario, start.out_dir)
     else:
         folder = _resumable(run.scenario, resume, extend, manual=True)
     run = _with_rounds(run, extend)
@@ -324,8 +315,7 @@ def coordinator_command(
         begin_extension(folder, scenario)
     command = shlex.join(["fedmq", "coordinator", "--resume", str(folder.root), "--keys", str(keys), "--bind", bind])
     # On a terminal the live display shows what happens: only warnings are printed above it.
-    level = LogLevel.WARNING if log_level is None and terminal.is_live(err) else log_level
-    logs = _logs_of(level, log_file, log_format)
+    logs = log.options(LogLevel.WARNING if terminal.is_live(err) else LogLevel.INFO)
     arguments = CoordinatorArguments(
         run, bind, keys, folder.root, resume is not None, data, 1, stop_silos, logs, metrics_port, report=True
     )
@@ -367,22 +357,14 @@ def _manual_run_folder(scenario: Scenario, out_dir: Path | None) -> RunFolder:
     return folder
 
 
+@with_options
 def silo_command(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A scenario (YAML); none with --stay.", show_default=False)
     ] = None,
-    name: SiloName = None,
-    keys: OwnKeys = None,
-    connect: OwnConnect = None,
-    device: Device = None,
-    site: SiteFile = None,
-    out_dir: SiloOut = None,
-    policy: OwnPolicy = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    log_level: LogLevelOption = None,
-    log_file: LogFile = None,
-    log_format: LogFormatOption = LogFormat.CONSOLE,
+    *,
+    given: ProcessOptions,
+    log: LogChoice,
     standing: Annotated[
         bool, typer.Option("--stay", help="With --site: take part in one run after the other, each with its scenario.")
     ] = False,
@@ -403,21 +385,21 @@ def silo_command(
     Example: [bold]fedmq silo --site silo.yaml --stay[/bold]
     """
     starting()
-    logs, given = _logs_of(log_level, log_file, log_format), ProcessOptions(name, keys, connect, device, out_dir)
+    logs = log.options()
     if standing:
-        if site is None or file is not None or settings or seed is not None:
+        if given.site is None or file is not None or given.settings or given.seed is not None:
             raise InputError("--stay", "a scenario, or no site file", "--site FILE alone: each run brings its scenario")
         from fedmq.cli.stay import stay  # noqa: PLC0415 - imports torch
         from fedmq.config.site import read_site  # noqa: PLC0415
 
         with continued_by_the_same_command():
-            stay(read_site(site), given, accept or (), policy, logs)
+            stay(read_site(given.site), given, accept or (), logs)
     if accept:
         raise InputError("--accept", accept[0], "with --stay only")
     if file is None:
         raise InputError("FILE", "no scenario", "a scenario (YAML), or --site FILE --stay")
-    run = resolved_file(file, settings, seed, manual=True)
-    silo = silo_arguments(run, site, policy, given, logs)
+    run = resolved_file(file, given.settings, given.seed, manual=True)
+    silo = silo_arguments(run, given, logs)
     refuse_start("SILO", run, silo)
     from silos.program import run_silo  # noqa: PLC0415 - imports torch
 
@@ -425,8 +407,10 @@ def silo_command(
         run_silo(silo)
 
 
+@with_options
 def evaluator_command(
     file: File,
+    *,
     keys: OwnKeys = None,
     connect: OwnConnect = None,
     device: Device = None,
@@ -436,9 +420,7 @@ def evaluator_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
-    log_level: LogLevelOption = None,
-    log_file: LogFile = None,
-    log_format: LogFormatOption = LogFormat.CONSOLE,
+    log: LogChoice,
 ) -> None:
     """Run the evaluator; it waits for the coordinator.
 
@@ -449,10 +431,9 @@ def evaluator_command(
     from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415 - imports torch
     from fedmq.wire.messages import EVALUATOR  # noqa: PLC0415
 
-    here = Whereabouts.of(run, site, ProcessOptions(EVALUATOR, keys, connect, device, out_dir))
+    here = Whereabouts.of(run, ProcessOptions(EVALUATOR, keys, connect, device, site, out_dir))
     place = (here.connect, here.keys, here.out, here.device)
-    logs = _logs_of(log_level, log_file, log_format)
-    evaluator = EvaluatorArguments(run, *place, site=here.site, logs=logs)
+    evaluator = EvaluatorArguments(run, *place, site=here.site, logs=log.options())
     refuse_start("EVALUATOR", run, evaluator)
     with continued_by_the_same_command():
         run_evaluator(evaluator)

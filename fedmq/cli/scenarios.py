@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedmq.cli.console import BAD_INPUT, bar, err
+from fedmq.cli.console import BAD_INPUT, bar, err, say
 from fedmq.text import print_json, print_line, printable
 
 if TYPE_CHECKING:
@@ -42,13 +42,9 @@ def quick_imports() -> Iterator[None]:
 def resolved(source: Source, *, manual: bool = False, adopt: bool = True) -> ResolvedRun:
     """A run with all defaults filled in, including the method's options.
 
-    Paths become absolute, so that a resume or a search finds them from any folder. With manually launched programs,
-    paths of weights stay as written: the programs run on several machines and must agree on them.
-
-    Args:
-        source: from ``fedmq.config.resolve.read``.
-        manual: the programs are launched manually.
-        adopt: allow to execute Python files that the scenario names; False for a run folder that is only read.
+    Paths become absolute, so that a resume or a search finds them from any folder. With programs that are launched by
+    hand (``manual``), paths of weights stay as written: they run on several machines and must agree on them. Without
+    ``adopt``, as for a run folder that is only read, no Python file that the scenario names is executed.
     """
     from fedmq.config.resolve import resolve  # noqa: PLC0415
 
@@ -81,7 +77,7 @@ def read_here(file: Path, settings: list[str] | None = None, seed: int | None = 
 def warn(runs: Iterable[ResolvedRun]) -> None:
     """Print which settings of the runs have no effect."""
     for line in dict.fromkeys(line for run in runs for line in run.warnings):
-        err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
+        say("warning", line)
 
 
 def refuse_start(program: str, run: ResolvedRun, peer: SiloArguments | EvaluatorArguments | None = None) -> None:

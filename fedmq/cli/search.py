@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from fedmq.cli.console import bar, err, out, writes_unicode
-from fedmq.cli.options import AsJson, Device, Run
+from fedmq.cli.console import bar, out, say, writes_unicode
+from fedmq.cli.options import AsJson, Device, Run, refuse_options
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import make_folder, require_folder, write_text
 from fedmq.text import print_json, print_line, printable
@@ -227,17 +227,19 @@ def export_command(
 
     Example: [bold]fedmq export runs/smoke --trec trec[/bold]
     """
-    others = (("--gallery", chosen), ("--trec", trec), ("--silo", silo), ("--site", site), ("--device", device))
+    others = {"--gallery": chosen, "--trec": trec, "--silo": silo, "--site": site, "--device": device}
     if trec is None:
-        _refuse((("--positives", positives), ("--top", top)), "only with --trec DIR")
+        refuse_options({"--positives": positives, "--top": top}, "only with --trec DIR")
     if onnx is not None or hub is not None:
-        _refuse(others, "no such option with --onnx or --hub")
+        refuse_options(others, "no such option with --onnx or --hub")
         _export_model(_released(run, "cpu", None, None, bar()), onnx, hub, as_json=as_json)
         return
     show = bar()
     released = _released(run, device, silo, site, show)
     if trec is not None:
-        _refuse(others[:1], "no such option with --trec, which ranks the items that the run evaluated")
+        refuse_options(
+            {"--gallery": chosen}, "no such option with --trec, which ranks the items that the run evaluated"
+        )
         _export_rankings(released, trec, positives, top or 100, show, as_json=as_json)
         return
     _export_gallery(released, chosen or site, show, as_json=as_json)
@@ -254,12 +256,6 @@ def _export_gallery(released: Release | ModelFolder, chosen: Path | None, show: 
         return
     size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
     print_line(f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}")
-
-
-def _refuse(options: Sequence[tuple[str, object]], allowed: str) -> None:
-    for option, given in options:
-        if given is not None:
-            raise InputError(option, str(given), allowed)
 
 
 def _export_rankings(
@@ -321,7 +317,7 @@ def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tup
         except InputError as error:
             if row.comparison is None or (row is rows[-1] and not models):
                 raise
-            err.print(f"[yellow]left out[/yellow] {escape(row.name)}: {escape(str(error))}", soft_wrap=True)
+            say("left out", f"{row.name}: {error}")
     return models
 
 
@@ -418,7 +414,7 @@ def cross_command(
         print_line(f"--json shows the other {len(found.silos) - len(shown)} columns, too")
     print_line(f"mean over models: on their own silo {found.own:.4f}, on other silos {found.others:.4f}")
     for name, why in found.without.items():
-        err.print(f"[yellow]left out[/yellow] {name}: {escape(why)}", soft_wrap=True)
+        say("left out", f"{name}: {why}")
 
 
 def tsne_command(

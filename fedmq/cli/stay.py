@@ -32,9 +32,7 @@ _ASK_SECONDS = 2.0
 BY_POLICY = "policy"
 
 
-def stay(
-    site: Site, given: ProcessOptions, accept: Collection[str], policy: Path | None, logs: LogOptions | None
-) -> NoReturn:
+def stay(site: Site, given: ProcessOptions, accept: Collection[str], logs: LogOptions | None) -> NoReturn:
     """Take part in one run after the other until a signal ends the process.
 
     Raises:
@@ -45,7 +43,7 @@ def stay(
     from silos.program import run_silo  # noqa: PLC0415
 
     name, keys, connect, out = _needed(site, given)
-    _check(accept, policy or site.policy)
+    _check(accept, given.policy or site.policy)
     identity, accepted, logger = load_identity(keys, name), load_accepted(keys), open_log(logs, name)
     passed, said = set[str](), ""
     while True:
@@ -63,7 +61,7 @@ def stay(
             if run is None:
                 passed.add(offer.log)
                 continue
-            silo = silo_arguments(run, site.file, policy, given, logs)
+            silo = silo_arguments(run, given, logs)
             silo = replace(silo, out=out / folder_of(run.id, offer.log), ends_with_other_run=True)
             refuse_start("SILO", run, silo)
             run_silo(silo, logger, identity=identity)

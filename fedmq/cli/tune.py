@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedmq.cli.compare import command_line, display_progress, workplace
-from fedmq.cli.console import err, exit_stopped, out
+from fedmq.cli.console import err, exit_stopped, out, say, to_copy
 from fedmq.cli.options import AsJson, Quiet
 from fedmq.cli.scenarios import resolved_file, warn
 from fedmq.launch.interrupts import FAILED, until_stopped
@@ -128,13 +128,8 @@ def _record(trial: Trial) -> dict[str, object]:
 
 def _plain(tuned: Tuned, folder: Path, files: Mapping[str, Path]) -> dict[str, object]:
     best = {
-        name: {
-            "trial": trial.number,
-            "value": trial.value,
-            "settings": dict(trial.values),
-            "scenario": str(files[name]),
-        }
-        for name, trial in tuned.best.items()
+        name: {"trial": each.number, "value": each.value, "settings": {**each.values}, "scenario": str(files[name])}
+        for name, each in tuned.best.items()
     }
     return {"folder": str(folder), "best": best, "trials": [_record(trial) for trial in tuned.trials]}
 
@@ -168,19 +163,14 @@ def _say_best(plan: TunePlan, tuned: Tuned, files: Mapping[str, Path]) -> None:
     from fedmq.experiments import tuning  # noqa: PLC0415
 
     for method in plan.methods:
-        failed = [t for t in tuned.trials if t.method == method.name and t.state in ("failed", "refused")]
-        for trial in failed:
-            line = f"{method.name}, trial {trial.number} {trial.state}: {trial.reason}"
-            err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
+        for trial in (t for t in tuned.trials if t.method == method.name and t.state in ("failed", "refused")):
+            say("warning", f"{method.name}, trial {trial.number} {trial.state}: {trial.reason}")
         if method.name not in tuned.best:
-            err.print(f"[red]failed[/red] no trial of {escape(method.name)} finished", soft_wrap=True)
+            say("failed", f"no trial of {method.name} finished")
             continue
         for key, value in tuning.at_edge(method, tuned.best[method.name]).items():
             what = f"{method.name}: the best {key}, {_short(value)}"
-            line = f"{what}, is at the edge of what was searched; widen the search"
-            err.print(f"[yellow]warning[/yellow] {escape(line)}", soft_wrap=True)
+            say("warning", f"{what}, is at the edge of what was searched; widen the search")
     if files:
         command = shlex.join(["fedmq", "compare", *map(str, files.values()), "--seeds", "0,1,2"])
-        err.print(
-            f"the best on the test split: [bold]{escape(command)}[/bold]", no_wrap=True, overflow="ignore", crop=False
-        )
+        to_copy("the best on the test split:", command)

@@ -289,10 +289,7 @@ FAULTS: dict[str, type[Part]] = {
 def wire_over(uri: str, wire: Wire, faults: Iterable[AnyFault]) -> Wire:
     """What messages hide on a connection: over TCP, where others can listen, always the names.
 
-    Args:
-        uri: URI of the connection.
-        wire: what the scenario says.
-        faults: of the scenario; those on messages recognise them by their names.
+    Other connections hide what the scenario says; faults on messages recognise them by their names.
     """
     listened = uri.removeprefix("shared+").startswith("tcp:")
     if not listened or any(isinstance(fault, ON_MESSAGES) for fault in faults):
@@ -307,11 +304,7 @@ def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:
 
 
 def check_own_data(faults: Sequence[AnyFault], minimum: int | None) -> None:
-    """Refuse faults that sites with their own data cannot have.
-
-    Args:
-        faults: of the scenario.
-        minimum: ``participation.minimum``.
+    """Refuse faults that sites with their own data cannot have; the minimum is ``participation.minimum``.
 
     Raises:
         ConflictError: what was found and why.

@@ -51,9 +51,7 @@ T = TypeVar("T")
 def names_found(package: str, group: str) -> tuple[str, ...]:
     """Names of the plug-ins of a kind, found without importing any, as that may load torch.
 
-    Args:
-        package: the built-in ones are its modules, except those with a leading underscore.
-        group: entry point group of installed packages.
+    Those of the entry point group, and the modules of the package, except those with a leading underscore.
     """
     top, *inner = full_name(package).split(".")
     spec = importlib.util.find_spec(top)
@@ -141,10 +139,7 @@ class Registry(Generic[T]):
         raise unknown(self.key, name, self.names())
 
     def find(self, name: str) -> T:
-        """The plug-in of a name.
-
-        Args:
-            name: a built-in name, the name of an entry point, or a reference to a user's file, ``mine.py@<SHA-256>``.
+        """The plug-in of a name: built in, of an entry point, or a reference to a user's file, ``mine.py@<SHA-256>``.
 
         Raises:
             InputError: the name is unknown.
@@ -214,8 +209,7 @@ def titled(name: str) -> str:
 def adopt(path: Path) -> str:
     """Copy a user's file into the cache, so that processes on this machine may execute it, and return its reference.
 
-    Args:
-        path: the file; it is compiled but not executed.
+    It is compiled but not executed.
 
     Raises:
         UserFileError: the file does not exist, its name is not allowed, or it has a syntax error.
@@ -279,10 +273,7 @@ def _executed(reference: str) -> ModuleType:
 
 
 def load(reference: str) -> ModuleType:
-    """Execute an adopted file, once per process.
-
-    Args:
-        reference: from :func:`adopt` or from a run folder's scenario.
+    """Execute an adopted file, once per process; the reference is from :func:`adopt` or a run folder's scenario.
 
     Raises:
         UserFileError: no file of this content was adopted on this machine, or executing it fails.
@@ -335,12 +326,9 @@ def _adapter(schema: type[Any], option: str) -> TypeAdapter[Any]:
 
 
 def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
-    """An options dataclass from a scenario's keys, with defaults filled in, types and bounds checked.
+    """A frozen options dataclass from a scenario's keys, with defaults filled in, types and bounds checked.
 
-    Args:
-        schema: a frozen dataclass.
-        raw: option name to value as read from YAML.
-        place: section of the options, for errors.
+    ``place`` is the section of the options, for errors.
 
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
@@ -387,11 +375,8 @@ def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple
 
     An options dataclass declares in ``OF`` the conditions of its options: a mapping from condition to option patterns.
     A condition is ``switch``, which holds unless the switch is false, 0, null or "none", or ``switch=value``, or
-    several of these joined by "|", of which one must hold. A switch is another option or a key of ``around``.
-
-    Args:
-        options: instance of a frozen dataclass.
-        around: other keys of the scenario with their values.
+    several of these joined by "|", of which one must hold. A switch is another option, or a key of the scenario in
+    ``around``.
 
     Yields:
         The option, its value, and the switches with their values as written in a scenario.
@@ -405,11 +390,8 @@ def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple
 def beginnings(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, int, str, bool]]:
     """Options that say in which round a part of the method begins, as far as the part is switched on.
 
-    An options dataclass declares in ``BEGINS`` what begins then: a mapping from option to words.
-
-    Args:
-        options: instance of a frozen dataclass.
-        around: as in :func:`without_effect`.
+    An options dataclass declares in ``BEGINS`` what begins then: a mapping from option to words. ``around`` as in
+    :func:`without_effect`.
 
     Yields:
         The option, the round, what begins, and whether the round is the option's default.

@@ -19,7 +19,7 @@ from fedmq.config import plug_ins
 from fedmq.config.faults import Fault
 from fedmq.config.plug_ins import UserFileError
 from fedmq.config.run_id import name_of
-from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Scenario
+from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Scenario, long_form
 from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
@@ -33,32 +33,21 @@ DATA_PATHS = ("path", "annotations", "images")
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """Facts of a scenario's method that do not depend on the data.
+    """Facts of a scenario's method that do not depend on the data."""
 
-    Args:
-        options: all options including defaults, as plain data.
-        pooled: it trains centrally on all silos' data, as an upper bound.
-        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
-        needs_public: it needs a data set that marks public items.
-        weighs_single_silos: ``aggregation.single_weight`` applies to it.
-        adapter: the ``backbone.adapter`` that it needs; None if it works with any.
-        no_sum: why its options allow no secure sum; empty if they do.
-        without_effect: options that are set although their switch is off: name, value, and the switch's value.
-        begins: options that say in which round a part of the method begins: name, round, what begins, and whether the
-            round is the default.
-        preset: keys of other sections that the method's preset sets unless the scenario does, e.g.
-            ``training.batch_size``.
-    """
-
-    options: Mapping[str, object]
-    pooled: bool
-    personal_only: bool
-    needs_public: bool
-    weighs_single_silos: bool
-    adapter: str | None
-    no_sum: str
+    options: Mapping[str, object]  # all options including defaults, as plain data
+    pooled: bool  # it trains centrally on all silos' data, as an upper bound
+    personal_only: bool  # the shared model is not fully trained, so that retrieval needs a silo's personal model
+    needs_public: bool  # it needs a data set that marks public items
+    weighs_single_silos: bool  # ``aggregation.single_weight`` applies to it
+    adapter: str | None  # the ``backbone.adapter`` that it needs; None if it works with any
+    no_sum: str  # why its options allow no secure sum; empty if they do
+    # Options that are set although their switch is off: name, value, and the switch's value.
     without_effect: tuple[tuple[str, object, str], ...]
+    # Options that say in which round a part of the method begins: name, round, what begins, and whether the round is
+    # the default.
     begins: tuple[tuple[str, int, str, bool], ...] = ()
+    # Keys of other sections that the method's preset sets unless the scenario does, e.g. ``training.batch_size``.
     preset: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -113,24 +102,16 @@ class Source:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as all its processes see it, created once by :func:`resolve`.
+    """A run as all its processes see it, created once by :func:`resolve`."""
 
-    Args:
-        source: the scenario file, for the place in errors.
-        scenario: with all defaults, including those of the method and the objective; with absolute paths, and with
-            references to the user's Python files (``fedmq.config.plug_ins``).
-        id: the run's name on the wire and in logs.
-        pooled: the method trains centrally on all silos' data.
-        personal_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
-        warnings: a line for each setting that has no effect.
-    """
-
-    source: Source
+    source: Source  # the scenario file, for the place in errors
+    # With all defaults, including those of the method and the objective; with absolute paths, and with references to
+    # the user's Python files (``fedmq.config.plug_ins``).
     scenario: Scenario
-    id: str
-    pooled: bool
-    personal_only: bool
-    warnings: tuple[str, ...] = ()
+    id: str  # the run's name on the wire and in logs
+    pooled: bool  # the method trains centrally on all silos' data
+    personal_only: bool  # the shared model is not fully trained, so that retrieval needs a silo's personal model
+    warnings: tuple[str, ...] = ()  # a line for each setting that has no effect
 
     def changed(self, scenario: Scenario) -> ResolvedRun:
         """The run with another device or number of rounds; what its scenario names is looked up already."""
@@ -200,7 +181,9 @@ def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> dict[s
             place = result
             *parents, leaf = key.split(".")
             for parent in parents:
-                below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
+                below = place.get(parent)
+                if place is result and below is not None:
+                    below = long_form(parent, below)
                 if below is not None and not isinstance(below, dict):
                     allowed = f"no key in {parent}, which is not a mapping; set {parent} itself"
                     raise InputError(f"--set {key}", value, allowed)
@@ -226,16 +209,7 @@ def _read_setting(setting: str) -> tuple[str, object]:
         value = parse_yaml(text)
     except ERRORS:
         raise InputError(f"--set {key}", text[:60], "a YAML value") from None
-    return key, _long_form(key, value)
-
-
-def _long_form(key: str, value: object) -> object:
-    """The mapping that the short form of a section stands for; other values unchanged."""
-    if isinstance(value, str) and key in ("protocol", "objective"):
-        return {"name" if key == "protocol" else "base": value}
-    if isinstance(value, int | float) and not isinstance(value, bool) and key == "participation":
-        return {"rate": value}
-    return value
+    return key, long_form(key, value)
 
 
 # ------------------------------------------------------------------------------------ from the schema to the run
@@ -304,11 +278,7 @@ def no_secure_sum(method: ProtocolChoice, why: str) -> InputError:
 
 
 def _with_preset(scenario: Scenario, preset: Mapping[str, object]) -> Scenario:
-    """The scenario with the keys of a method's preset that it does not give itself.
-
-    Raises:
-        InputError: a key of the preset does not fit the scenario, e.g. a warm-up that is longer than the run.
-    """
+    """The scenario with the keys of a method's preset that it does not give itself, which must fit it."""
     if not preset:
         return scenario
     given = scenario.model_dump(exclude_unset=True)

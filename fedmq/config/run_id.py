@@ -83,14 +83,10 @@ _MOST_KEYS, MOST_NAMED = 1000, 8
 
 
 class KeyDigests(Stored):
-    """Digests of a scenario's values, for those who have the scenario to compare with theirs.
+    """Digests of a scenario's values, for those who have the scenario to compare with theirs."""
 
-    Args:
-        salt: 32 hexadecimal digits, new for each answer.
-        keys: digest of each value by its key, such as ``seed`` and ``training.learning_rate``.
-    """
-
-    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # 32 hexadecimal digits, new for each answer
+    # Digest of each value by its key, such as ``seed`` and ``training.learning_rate``.
     keys: Annotated[dict[_Key, Digest], Field(max_length=_MOST_KEYS)]
 
     @classmethod

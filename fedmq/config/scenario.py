@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config import yaml_files
 from fedmq.config.faults import ON_MESSAGES, AnyFault, check_own_data, named_silos
@@ -290,6 +291,19 @@ class Training(Part):
         return self.learning_rate * share
 
 
+def long_form(key: str, value: object) -> object:
+    """The mapping that the short form of a section stands for; other values unchanged."""
+    if key == "participation" and not isinstance(value, dict | Participation):
+        return {"rate": value}
+    if isinstance(value, str) and key in ("protocol", "objective"):
+        return {"name" if key == "protocol" else "base": value}
+    return value
+
+
+def _short_form(key: str, kinds: Any) -> BeforeValidator:
+    return BeforeValidator(partial(long_form, key), json_schema_input_type=kinds)
+
+
 class Scenario(Part):
     """Definition of a run. Equal scenarios give bit-identical models on the same machine."""
 
@@ -301,13 +315,13 @@ class Scenario(Part):
     rounds: Whole = Field(
         200, ge=1, le=10**6, description="number of merges of the shared model, in every aggregation mode"
     )
-    participation: Participation = Participation()
-    protocol: ProtocolChoice
+    participation: Annotated[Participation, _short_form("participation", Fraction | Participation)] = Participation()
+    protocol: Annotated[ProtocolChoice, _short_form("protocol", str | ProtocolChoice)]
     data: Data | None = Field(
         None, description="the data set that is partitioned among the silos; none with partition.kind own"
     )
     backbone: Backbone = Backbone()
-    objective: Objective = Objective()
+    objective: Annotated[Objective, _short_form("objective", str | Objective)] = Objective()
     silos: Silos = Silos()
     partition: Partition = Partition()
     missing_modality: MissingModality = MissingModality()
@@ -357,16 +371,6 @@ class Scenario(Part):
         column = partition.get("column")
         return given if column is None else {**given, "data": {"column": column, **data}}
 
-    @field_validator("protocol", mode="before", json_schema_input_type=str | ProtocolChoice)
-    @classmethod
-    def _short_form(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("objective", mode="before", json_schema_input_type=str | Objective)
-    @classmethod
-    def _short_objective(cls, value: object) -> object:
-        return {"base": value} if isinstance(value, str) else value
-
     @field_validator("track", mode="before", json_schema_input_type=TrackerName | tuple[TrackerName, ...])
     @classmethod
     def _one_tracker(cls, value: object) -> object:
@@ -378,11 +382,6 @@ class Scenario(Part):
         if twice := [name for name in value if value.count(name) > 1]:
             raise ValueError(f"{twice[0]} is listed twice")
         return value
-
-    @field_validator("participation", mode="before", json_schema_input_type=Fraction | Participation)
-    @classmethod
-    def _short_participation(cls, value: object) -> object:
-        return value if isinstance(value, dict | Participation) else {"rate": value}
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

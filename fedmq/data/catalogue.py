@@ -98,11 +98,7 @@ class DataSet:
 
 
 def read_apart(function: Callable[[Data], T], data: Data) -> T:
-    """What a function reads of a data set, in the child process of :mod:`fedmq.storage.quarantine`.
-
-    Args:
-        function: a function of a module; its result is as :func:`fedmq.storage.quarantine.read` says.
-        data: the scenario's data section.
+    """What a function of a module reads of a data set, in the child process of :mod:`fedmq.storage.quarantine`.
 
     Raises:
         InputError: raised by the function, or it needs more memory or time than files of this size allow, or fails.

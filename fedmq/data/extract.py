@@ -52,18 +52,11 @@ def store(
     on_progress: Callable[[int], None],
     each: npt.NDArray[np.int64] | None = None,
 ) -> Path:
-    """Compute the rows of n items chunk by chunk; finished chunks survive a crash.
+    """Compute the rows of n items chunk by chunk, and return their ``.npy`` file; finished chunks survive a crash.
 
-    Args:
-        path: the finished ``.npy`` file.
-        n: number of items.
-        chunk: items per call of ``encode``. Resuming uses the same chunks, so batches have the same rows.
-        encode: maps a range of items to their rows.
-        on_progress: receives the number of items computed so far.
-        each: int64 [n], number of rows of each item; None means one.
-
-    Returns:
-        ``path``.
+    Resuming uses the same chunks, so batches have the same rows. ``encode`` maps a range of items to their rows, of
+    which each item has one, or as many as ``each`` int64 [n] says; ``on_progress`` receives the number of items
+    computed so far.
 
     Raises:
         RunError: the cache cannot be written.
@@ -223,12 +216,17 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     return raw
 
 
+def read_complete(data: Data) -> tuple[RawSet, TextKind]:
+    """A data set without incomplete items, and the kind of its texts; errors as of :func:`complete` and the reader."""
+    kind = catalogue.text_kind(data)
+    return complete(catalogue.find(data.name).read(data), data, kind), kind
+
+
 def left_out(data: Data) -> str:
     """One line on the items that ``data.missing: skip`` leaves out; empty if there are none."""
     if data.missing != "skip":
         return ""
-    entry = catalogue.find(data.name)
-    raw, kind = entry.read(data), data.text or entry.text
+    raw, kind = catalogue.find(data.name).read(data), catalogue.text_kind(data)
     reasons: dict[str, set[int]] = {
         "no image": {row for row in range(len(raw)) if raw.images.missing(row) or not raw.with_image[row]},
         "no caption": {row for row in range(len(raw)) if not raw.captions[row]} if kind == "sentences" else set(),
@@ -267,9 +265,7 @@ def plan(
     Raises:
         InputError: the set is incomplete, or it is incompatible with the backbone, or an image cannot be read.
     """
-    entry = catalogue.find(data.name)
-    kind: TextKind = data.text or entry.text
-    raw = complete(entry.read(data), data, kind)
+    entry, (raw, kind) = catalogue.find(data.name), read_complete(data)
     blocks = backbone.adapter_site == "blocks"
     if blocks and kind == "bag":
         raise InputError("backbone.adapter_site", "blocks with a bag of words", "feature")
@@ -310,14 +306,8 @@ def prepare_raw(
 ) -> Prepared:
     """Prepare a data set on disk, or reuse its prepared folder from the cache.
 
-    Args:
-        data: the scenario's data section.
-        backbone: frozen encoders to apply.
-        cache: cache folder.
-        seed: seed of random weights.
-        progress: receives progress while encoding.
-        device: device of the frozen encoders; no part of the cache key, although it determines the last bits.
-        before: called before features are extracted; not if the folder is cached.
+    The seed is that of random weights. The device of the frozen encoders is no part of the cache key, although it
+    determines the last bits. ``before`` is called before features are extracted; not if the folder is cached.
 
     Raises:
         InputError: the set or the backbone is invalid, or an image is unreadable (the message names it).
@@ -355,15 +345,10 @@ def prepare_raw(
         }
         image, text = (mapped(path) for path in (image_rows, text_rows))
         warnings = _with_captions(of_vectors(image, text, counts, raw.present(todo.kind), todo.split), raw, todo.text)
-        described = partial(todo.finish, vocabulary=_words(todo), warnings=warnings)
+        described = partial(todo.finish, vocabulary=raw.vocabulary if todo.kind == "bag" else (), warnings=warnings)
         described(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
-
-
-def _words(todo: ExtractionPlan) -> tuple[str, ...]:
-    """The words of the bags of words; none for sentences."""
-    return todo.raw.vocabulary if todo.kind == "bag" else ()
 
 
 def _with_captions(counted: DataWarnings, raw: RawSet, encoder: Encoder | None) -> DataWarnings:

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Data
-from fedmq.data import catalogue
 from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared_arrays import Prepared, mapped
 from fedmq.data.raw_set import RawSet
@@ -41,11 +40,7 @@ _BLOCK = 4096  # items read at a time
 def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: bool = True) -> str:
     """Digest (hex) of a data set for one run: SHA-256 over ``fedmq data``, the run's id and the items' digests.
 
-    Args:
-        items: digests of all items, in the order of the data set.
-        run: the run's id.
-        image: whether the images belong to the data.
-        text: whether the captions belong to the data.
+    ``image`` and ``text`` say whether the images and the captions belong to the data.
     """
     parts = [0, *([1] if image else []), *([2] if text else [])]
     digest = hashlib.sha256(f"fedmq data\0{run}\0".encode())
@@ -56,10 +51,7 @@ def salted_digest(items: ItemDigests, run: str, *, image: bool = True, text: boo
 def item_digests(prepared: Prepared, data: Data, progress: Progress | None = None) -> ItemDigests:
     """The digests of a prepared set's items; computed once, and then kept in its folder.
 
-    Args:
-        prepared: the set.
-        data: the section it was prepared from; files of images are read through it.
-        progress: called with (what, done, total) while images are read.
+    Files of images are read through the section from which it was prepared.
 
     Raises:
         InputError: an image cannot be read, or the data are no longer those that were prepared.
@@ -142,11 +134,9 @@ def _of_array(values: npt.NDArray[np.generic]) -> bytes:
 
 
 def _of_raw(prepared: Prepared, data: Data) -> Iterator[tuple[bytes, bytes]]:
-    from fedmq.data.extract import complete  # noqa: PLC0415 - brings the encoders
+    from fedmq.data.extract import read_complete  # noqa: PLC0415 - brings the encoders
 
-    entry = catalogue.find(data.name)
-    kind: TextKind = data.text or entry.text
-    raw = complete(entry.read(data), data, kind)
+    raw, kind = read_complete(data)
     if raw.keys != prepared.keys:
         found, allowed = "other items than those that were prepared", "the data as they were when the run began"
         raise InputError(raw.place, found, allowed)

@@ -38,12 +38,7 @@ def trained_columns(names: Sequence[str], *, both_levels: bool) -> list[int]:
 
 
 def counts_of(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dict[str, int]:
-    """Number of items of each label; empty without labels.
-
-    Args:
-        labels: multi-hot [n, L], or None.
-        names: names of the L labels.
-    """
+    """Number of items of each label, of multi-hot labels [n, L] and the L names; empty without labels."""
     if labels is None:
         return {}
     return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))

@@ -22,7 +22,7 @@ from pydantic import Field, RootModel
 
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data import catalogue
-from fedmq.data.extract import complete
+from fedmq.data.extract import read_complete
 from fedmq.data.prepare import prepare
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS, split_of
@@ -141,14 +141,8 @@ def digests_of(
 ) -> tuple[OverlapFile, dict[str, str]]:
     """The file of a site, and the name of an item for each digest in it, which stays at the site.
 
-    Args:
-        data: the site's data. Images in files are compared byte by byte, those in archives, tables and arrays by their
-            pixels, features by their values.
-        site: the site's name.
-        key: the secret that the sites share.
-        image: whether the site uses its images.
-        text: likewise its captions.
-        progress: called with (what, done, total) while images are read.
+    Images in files are compared byte by byte, those in archives, tables and arrays by their pixels, features by their
+    values. The key is the secret that the sites share; ``image`` and ``text`` say what the site uses.
 
     Raises:
         InputError: the data cannot be read.
@@ -186,10 +180,9 @@ def _items(data: Data, progress: Progress | None) -> Iterator[tuple[str, str, by
     if data.name in catalogue.OTHERS:
         yield from _vectors(data, progress)
         return
-    entry = catalogue.find(data.name)
-    kind = data.text or entry.text
-    raw = complete(entry.read(data), data, kind)
-    split = split_of(raw.split, len(raw), data, entry.draw, partial(raw.same_images, progress))
+    raw, kind = read_complete(data)
+    usual = catalogue.find(data.name).draw
+    split = split_of(raw.split, len(raw), data, usual, partial(raw.same_images, progress))
     contents = raw.images.contents(tell(progress, "images read", len(raw)))
     for row, (name, content) in enumerate(zip(raw.keys, contents, strict=True)):
         yield name, SPLITS[split[row]], content.encode() if raw.with_image[row] else None, _captions(raw, row, kind)
@@ -211,10 +204,7 @@ def _vectors(data: Data, progress: Progress | None) -> Iterator[tuple[str, str, 
 
 
 def joined(files: Sequence[tuple[str, OverlapFile]]) -> dict[_Place, Contents]:
-    """The contents of several sites by site and split.
-
-    Args:
-        files: each with its place, for errors.
+    """The contents of several sites by site and split, of files with their places for errors.
 
     Raises:
         InputError: two files are of one site, or were made with different keys.

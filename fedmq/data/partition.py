@@ -61,12 +61,10 @@ def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
 def label_groups(
     labels: npt.NDArray[Any], train_labels: npt.NDArray[Any] | None = None, by: Literal["rarest", "first"] = "rarest"
 ) -> I64:
-    """Groups int64 [n] from class numbers [n] (unchanged) or from multi-hot labels [n, C] (one label per row).
+    """Groups int64 [n] from class numbers [n] (unchanged) or from multi-hot labels 0/1 [n, C] (one label per row).
 
-    Args:
-        labels: int [n] or 0/1 [n, C].
-        train_labels: 0/1 [n', C], the labels whose counts determine rarity; None counts ``labels``.
-        by: choose the label by :func:`rarest_label`, or the first one in column order.
+    The label is the first in column order, or that of :func:`rarest_label`, whose counts are those of ``train_labels``
+    0/1 [n', C], by default of ``labels``.
     """
     labels = np.asarray(labels)
     if labels.ndim == 1:
@@ -252,13 +250,7 @@ def _check(silos: int, samples: int, split: str) -> None:
 
 
 def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionPlan:
-    """Determine the proportions from the training split.
-
-    Args:
-        partition: the scenario's partition section.
-        silos: number of silos.
-        groups: int64 [n], group of each training sample, from 0.
-        seed: the scenario's seed.
+    """Determine the proportions from the training split; ``groups`` int64 [n] is the group of each sample, from 0.
 
     Raises:
         InputError: more silos than samples, or more classes per silo than there are classes.
@@ -327,13 +319,10 @@ def by_column(values: Sequence[str], column: str, silos: int) -> I64:
 
 
 def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
-    """Partition one split among the silos.
+    """Partition one split among the silos by a plan; ``groups`` int64 [n] is the group of each of its samples.
 
-    Args:
-        plan_: from :func:`plan`.
-        groups: int64 [n], group of each sample of the split; groups absent from the training split are spread evenly.
-        split: name of the split; part of the RNG path, so that splits are partitioned independently.
-        sparse: allow silos without samples.
+    Groups absent from the training split are spread evenly. The split's name is part of the RNG path, so that splits
+    are partitioned independently.
 
     Returns:
         Each silo's positions in the split, int64, ascending. They are disjoint, not empty unless ``sparse``, and cover

@@ -151,15 +151,9 @@ def text_features(
     """One vector per item, float32 [n, d]: the mean of its captions' frozen features; used to cluster the partition.
 
     Token ids are encoded by the frozen text tower chunk by chunk, so that an interrupted computation can resume. The
-    result is stored in the prepared folder.
-
-    Args:
-        prepared: the data set.
-        backbone: backbone it was prepared with. ``meta.json`` records one too, but its weights may have moved since.
-        seed: seed of random weights.
-        cache: folder with the tower's weights; None means the one that holds ``prepared``.
-        progress: receives progress while encoding.
-        device: device of the tower.
+    result is stored in the prepared folder. The backbone is the one with which it was prepared: ``meta.json`` records
+    it, too, but its weights may have moved since. The tower's weights are by default in the cache that holds
+    ``prepared``.
 
     Raises:
         RunError: the cache cannot be written.

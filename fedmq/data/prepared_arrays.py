@@ -128,14 +128,7 @@ class Prepared:
     @property
     def inputs(self) -> InputSpec:
         """Shapes and dtypes of one item's model inputs."""
-        return InputSpec(
-            image_shape=tuple(self.meta.image_shape),
-            text_shape=tuple(self.meta.text_shape),
-            image_dtype=self.meta.image_dtype,
-            text_dtype=self.meta.text_dtype,
-            mean=tuple(self.meta.mean),
-            std=tuple(self.meta.std),
-        )
+        return InputSpec.of(self.meta)
 
     @property
     def notes(self) -> list[str]:
@@ -158,11 +151,7 @@ class Prepared:
         return array
 
     def _texts(self, name: str) -> tuple[str, ...]:
-        """One text for each item.
-
-        Raises:
-            InputError: the file is missing or damaged.
-        """
+        """One text for each item; refuses a missing or damaged file."""
         path = self.folder / name
         try:
             found = json.loads(read_regular(path, _AGAIN, _MOST_BYTES))
@@ -279,11 +268,9 @@ _HEADERS: Final = threading.Lock()
 
 
 def mapped(path: Path, allowed: str = _AGAIN) -> Array:
-    """Memory-map an array that fedmq has written, by default of prepared data, read-only.
+    """Memory-map an array (``.npy``) that fedmq has written, by default of prepared data, read-only.
 
-    Args:
-        path: its file, ``.npy``.
-        allowed: what it is and what to do if it is damaged, for the error.
+    ``allowed`` is what it is and what to do if it is damaged, for the error.
 
     Raises:
         InputError: the file is missing or damaged.

@@ -70,17 +70,11 @@ class RawSet:
     def subset(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> RawSet:
         """The items of the given rows, in the given order."""
         chosen = np.asarray(rows, dtype=np.int64)
-        return replace(
-            self,
-            keys=tuple(self.keys[row] for row in chosen),
-            images=self.images.subset(chosen.tolist()),
-            captions=tuple(self.captions[row] for row in chosen),
-            bag=None if self.bag is None else self.bag[chosen],
-            labels=None if self.labels is None else self.labels[chosen],
-            split=None if self.split is None else self.split[chosen],
-            stamps=None if self.stamps is None else tuple(self.stamps[row] for row in chosen),
-            column=None if self.column is None else tuple(self.column[row] for row in chosen),
-        )
+        parts: dict[str, Any] = {"images": self.images.subset(chosen.tolist())}
+        for name in ("keys", "captions", "bag", "labels", "split", "stamps", "column"):
+            if (held := getattr(self, name)) is not None:
+                parts[name] = tuple(held[row] for row in chosen) if isinstance(held, tuple) else held[chosen]
+        return replace(self, **parts)
 
     @cached_property
     def with_image(self) -> npt.NDArray[np.bool_]:
@@ -171,10 +165,8 @@ def _digest(lines: Iterable[str]) -> str:
 def checked(raw: RawSet, labels: Sequence[Collection[str]] = ()) -> RawSet:
     """Validate a reader's result and return it, without captions in which nothing is visible.
 
-    Args:
-        raw: the result.
-        labels: names of each item's labels, if ``raw`` has no array of labels: equal labels get one spelling, and are
-            in the order of ``raw.label_names``, else sorted.
+    ``labels`` are the names of each item's labels, if ``raw`` has no array of labels: equal labels get one spelling,
+    and are in the order of ``raw.label_names``, else sorted.
 
     Raises:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.

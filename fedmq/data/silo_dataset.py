@@ -67,16 +67,10 @@ def _usable(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[Pr
 
 
 def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> tuple[bool, bool]:
-    """The modalities that a silo trains, out of those it may have: (image, text).
+    """The modalities that a silo trains, out of those it may have: (image, text); arguments as of :func:`silo_rows`.
 
     A silo has a modality if one of its items has it. Without any pair it trains the modality of which it has more
     items, images if there are as many, because no method is defined on a silo with both modalities but no pair.
-
-    Args:
-        rows: int64 [m], the silo's items.
-        present: bool [n, 2], of all items of the data set.
-        image: whether the silo may have images.
-        text: whether the silo may have captions.
     """
     has_image, has_text = _usable(rows, present, image=image, text=text)
     images, texts = int(has_image.sum()), int(has_text.sum())
@@ -88,14 +82,9 @@ def modalities_held(rows: I64, present: Present, *, image: bool, text: bool) -> 
 def without_dropped(present: Present, train: I64, missing: MissingModality, run_seed: int) -> Present:
     """Modalities, bool [n, 2], after ``missing_modality.per: item`` has removed one of some training pairs.
 
-    round(rate * n) of the n training pairs lose a modality, the same ones in every partition. They keep
-    ``missing.only``, or either modality with equal probability.
-
-    Args:
-        present: bool [n, 2], as in the data set.
-        train: int64 [m], rows of the training split.
-        missing: the scenario's section; with ``per: silo`` nothing is removed.
-        run_seed: the scenario's seed, by which the items are drawn unless the section has its own.
+    round(rate * n) of the n training pairs, of the rows ``train`` int64 [m], lose a modality, the same ones in every
+    partition. They keep ``missing.only``, or either modality with equal probability. The scenario's seed draws them
+    unless the section has its own.
     """
     pairs = train[np.asarray(present)[train].all(axis=1)]
     if missing.per != "item" or not len(pairs):
@@ -146,9 +135,8 @@ class CaptionRows:
     def rows(self, items: Any, numbers: Any) -> Tensor:
         """Rows in ``values`` of one caption of each of some items: int64 [B].
 
-        Args:
-            items: int64 [B] or a slice.
-            numbers: int64 [B] or one number, each less than the item's number of captions.
+        Items are int64 [B] or a slice; numbers are int64 [B] or one number, each less than the item's number of
+        captions.
         """
         rows: Tensor = self.first[items] + numbers
         return rows
@@ -211,13 +199,7 @@ def _captions_of(prepared: Prepared, items: npt.NDArray[np.int64]) -> tuple[Capt
 def load_silo_dataset(
     prepared: Prepared, rows: Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor, image: bool, text: bool
 ) -> SiloDataset:
-    """Load one silo's rows; files of a modality that the silo lacks are not opened.
-
-    Args:
-        prepared: the data set.
-        rows: int [n], rows of the data set, in the order to keep.
-        image: whether the silo has images.
-        text: whether the silo has captions.
+    """Load one silo's rows, int [n], in their order; files of a modality that the silo lacks are not opened.
 
     Raises:
         ValueError: both modalities are missing, or a row is out of range.

@@ -90,12 +90,9 @@ def splits_of_names(paths: Sequence[Sequence[str]]) -> tuple[list[str] | None, s
 
 
 def origin_of_split(given: bool, data: Data, remark: str = "") -> str:
-    """Where :func:`split_of` takes a set's split from.
+    """Where :func:`split_of` takes a set's split from, which the files may have ``given``.
 
-    Args:
-        given: the files say a split.
-        data: the scenario's data section.
-        remark: what to add, e.g. what looks like a split in the names of files.
+    The remark is what to add, e.g. what looks like a split in the names of files.
     """
     sizes = [f"data.{name}" for name in ("queries", "val", "train") if getattr(data, name) is not None]
     if sizes:
@@ -174,13 +171,10 @@ def _drawn(n: int, same: I64 | None, rest: str, sizes: Sequence[tuple[str, int]]
 
 
 def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
-    """Sample test, validation and training items, in this order; the rest becomes ``database``: uint8 [n].
+    """Sample test, validation and training items of n, in this order; the rest becomes ``database``: uint8 [n].
 
-    Args:
-        n: number of items.
-        sizes: number of items of each split.
-        seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
-        same: int64 [n], the first row with the same image as each row: these go into one split. None if all differ.
+    The seed is ``data.split_seed``, separate from the run's so that runs with different seeds share the split. ``same``
+    int64 [n] is the first row with the same image as each row: these go into one split.
 
     Raises:
         InputError: the set is too small for these sizes, or all items have the same image.
@@ -201,13 +195,8 @@ def draw_parts(n: int, sizes: Draw, seed: int, same: I64 | None = None) -> U8:
 def split_of(official: U8 | None, n: int, data: Data, usual: Draw, same_images: Callable[[], I64] | None = None) -> U8:
     """The split to use: sampled by the scenario's sizes, else the official split, else sampled by the usual sizes.
 
-    Args:
-        official: uint8 [n], the split distributed with the set, or None.
-        n: number of items.
-        data: the scenario's data section; any of queries, val and train overrides the official split.
-        usual: the data set's split sizes from the literature.
-        same_images: gives, where a split is sampled, the first row with the same image as each row, int64 [n]:
-            these go into one split. None if all images differ.
+    The official split, uint8 [n], is the one distributed with the set. ``same_images`` gives, where a split is sampled,
+    the first row with the same image as each row, int64 [n]: these go into one split.
 
     Returns:
         uint8 [n], indices into ``SPLITS``.

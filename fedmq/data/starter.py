@@ -36,9 +36,7 @@ _FORMS = (
 def reader_of(path: Path, *, images_alone: bool = False) -> str:
     """The ``data.name`` that reads a file or folder, judged by names alone.
 
-    Args:
-        path: the file or folder.
-        images_alone: whether a folder may have images without any caption.
+    With ``images_alone`` a folder may have images without any caption.
 
     Raises:
         InputError: it does not exist, or no reader fits it.
@@ -101,14 +99,18 @@ class OwnData:
         )
         return (*(line for held, line in notes if held), *self.ignored)
 
+    @property
+    def most_silos(self) -> int:
+        """Maximum number of silos that get enough training items and at least one test item."""
+        if self.split is not None:
+            return min(self.split[0] // LEAST, self.split[1])
+        return self.pairs // (LEAST + 1)
+
 
 def count(path: Path, progress: Progress | None = None, *, images_alone: bool = False) -> OwnData:
     """Read the annotations of a user's data and open the images, as :func:`unreadable` does.
 
-    Args:
-        path: path of the data.
-        progress: called while images are opened.
-        images_alone: whether images without captions count as items; otherwise they are left out.
+    Images without captions count as items if ``images_alone``; otherwise they are left out.
 
     Raises:
         InputError: no reader fits the data, they are malformed, or an image cannot be read.
@@ -172,13 +174,6 @@ class Plan:
     rounds: int = 20  # number of rounds
 
 
-def most_silos(data: OwnData) -> int:
-    """Maximum number of silos that get enough training items and at least one test item."""
-    if data.split is not None:
-        return min(data.split[0] // LEAST, data.split[1])
-    return data.pairs // (LEAST + 1)
-
-
 def _drawn(data: OwnData, silos: int) -> tuple[int, str]:
     """Number of training pairs, and the keys of ``data`` that say how many items to draw for the test."""
     if data.split is not None:
@@ -192,18 +187,13 @@ def _drawn(data: OwnData, silos: int) -> tuple[int, str]:
 
 
 def scenario_text(name: str, data: OwnData, plan: Plan) -> str:
-    """The scenario as YAML with comments.
-
-    Args:
-        name: name of the scenario; characters that are not allowed become ``-``.
-        data: the user's.
-        plan: the settings.
+    """The scenario as YAML with comments; characters that its name may not have become ``-``.
 
     Raises:
         InputError: there are more silos than the data allow, or a number is out of range.
     """
-    if not 1 <= plan.silos <= most_silos(data):
-        allowed = f"1 to {most_silos(data)}: each silo needs {LEAST} of the {data.pairs} pairs to train on, one to test"
+    if not 1 <= plan.silos <= data.most_silos:
+        allowed = f"1 to {data.most_silos}: each silo needs {LEAST} of the {data.pairs} pairs to train on, one to test"
         raise InputError("--silos", plan.silos, allowed)
     if not 0 <= plan.missing < 1:
         raise InputError("--missing", plan.missing, "a fraction of the silos: 0 or more, below 1")

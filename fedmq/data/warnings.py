@@ -104,10 +104,8 @@ def of_equal_images(
 ) -> tuple[dict[str, int], npt.NDArray[np.int64]]:
     """Counts of equal images, by the names of the fields of :class:`DataWarnings`, and the different ones of test.
 
-    Args:
-        first: int64 [n], the first item with the same image as each item.
-        held: bool [n], whether each item has an image.
-        split: uint8 [n], indices into ``SPLITS``; None counts nothing over splits.
+    ``first`` int64 [n] is the first item with the same image as each item, ``held`` bool [n] says which have an image,
+    and the split is as in :func:`of_vectors`.
     """
     counts = {"same_images": int((first < np.arange(len(first))).sum())}
     if split is None:
@@ -132,12 +130,7 @@ def of_captions(captions: Iterable[str]) -> dict[str, int]:
 
 
 def sentences(warnings: DataWarnings, *, known: bool = True) -> list[str]:
-    """One line for each count that is not 0.
-
-    Args:
-        warnings: warnings on a data set.
-        known: also report the number of held-out items with the image of a training item.
-    """
+    """One line for each count that is not 0; without ``known``, not for images that are also of training items."""
     heldout = "item of val and test has", "items of val and test have"
     placeholder, holds = ("caption says", "captions say"), ("caption has", "captions have")
     most = 1 - warnings.repeated / max(1, warnings.tested)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.sections import Modality
@@ -69,3 +70,10 @@ class InputSpec:
     text_dtype: str = "float32"  # ``float32`` for features, ``int32`` for token ids
     mean: tuple[float, ...] = ()  # mean per channel of pixels scaled to [0, 1]; empty for features
     std: tuple[float, ...] = ()  # standard deviation per channel of pixels scaled to [0, 1]; empty for features
+
+    @classmethod
+    def of(cls, recorded: object) -> InputSpec:
+        """Those of a record with fields of the same names, in which lists or arrays stand for tuples."""
+        found: dict[str, Any] = {field.name: getattr(recorded, field.name) for field in fields(cls)}
+        lists = {name: tuple(np.asarray(each).tolist()) for name, each in found.items() if not isinstance(each, str)}
+        return cls(**{**found, **lists})

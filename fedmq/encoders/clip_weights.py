@@ -36,10 +36,7 @@ IGNORED = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The architecture of an open_clip model.
-
-    Args:
-        name: name in ``open_clip.list_models()``, or path of a .json model configuration.
+    """The architecture of an open_clip model, by its name in ``open_clip.list_models()`` or a .json configuration.
 
     Raises:
         InputError: the name is unknown (similar names are listed), the file is unreadable, or this kind of model is not
@@ -324,10 +321,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
     """Get the frozen weights from the cache, converting them first if necessary.
 
-    Args:
-        backbone: name and ``pretrained``: a tag, a local file, or null for random weights.
-        seed: the scenario's seed, used for random weights only.
-        cache: cache folder.
+    ``pretrained`` is a tag, a local file, or null for random weights, which the scenario's seed draws.
 
     Raises:
         InputError: the model, tag or file is unknown, or the file does not match the model.

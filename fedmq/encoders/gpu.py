@@ -30,11 +30,7 @@ def make_gpu_repeatable() -> None:
 
 
 def gpu_of(device: str) -> dict[str, str]:
-    """The GPU's name under the key ``gpu``, for the run's records; empty for the CPU.
-
-    Args:
-        device: ``cpu`` or ``cuda:N``.
-    """
+    """The GPU's name under the key ``gpu``, for the run's records; empty for the device ``cpu``."""
     return {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
 
 

@@ -50,8 +50,7 @@ class Images(ABC):
     def stamps(self, on_progress: Callable[[int], None] = lambda _done: None) -> tuple[str, ...]:
         """Fingerprint of each image's content and of its decoding, which changes if the image is replaced.
 
-        Args:
-            on_progress: receives the number of images whose files have been read.
+        ``on_progress`` receives the number of images whose files have been read.
 
         Raises:
             InputError: a file cannot be read.
@@ -102,12 +101,8 @@ def files_below(folder: Path, *, leave: bool = True) -> Iterator[Path]:
     Symbolic links to folders are followed, but each folder is visited once, under its real path if that is below
     ``folder``.
 
-    Args:
-        folder: folder in which they are.
-        leave: also follow links to folders that are not below ``folder``.
-
     Raises:
-        InputError: there is such a link, and ``leave`` is false.
+        InputError: a link leads to a folder that is not below ``folder``, and ``leave`` is false.
     """
     root = folder.resolve()
     seen: set[tuple[int, int]] = set()
@@ -176,11 +171,7 @@ class ImageFiles(Images):
         return tuple(stamps)
 
     def _frames(self, folder: Path) -> list[Path]:
-        """The frames in a folder, ordered by the numbers in their names.
-
-        Raises:
-            InputError: there are none, or the set is one of photos.
-        """
+        """The frames in a folder, by the numbers in their names; refuses an empty folder, and sets of photos."""
         if not self.folders:
             raise InputError(str(folder), "a folder", "an image or a video")
         try:

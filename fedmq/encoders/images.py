@@ -41,12 +41,9 @@ _LIBRARIES: Final = ("PIL.Image", "PIL.ImageOps")
 def decode(path: Path, error: type[InputError] = InputError) -> Pixels:
     """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
 
-    Args:
-        path: path of the file.
-        error: what is raised for a file that is not an image; :class:`DataItemError` for an item of a data set.
-
     Raises:
-        InputError: the file is missing, truncated or not an image, or the image has an invalid size.
+        InputError: the file is missing, truncated or not an image, or the image has an invalid size; for an item of a
+            data set ``error`` is :class:`DataItemError`.
     """
     return _from(pixels_of, path, error)
 
@@ -302,10 +299,8 @@ def difference_hash(pixels: Pixels) -> int:
 def as_pixels(image: object, place: str) -> Pixels:
     """Decode an image given as a path, a Pillow image, an array or a tensor: uint8 [height, width, 3].
 
-    Args:
-        image: path of an image; Pillow image; NumPy array [height, width, 3]; or tensor [3, height, width], as in
-            torchvision. Arrays and tensors are uint8, or floating point in [0, 1].
-        place: place of the image in error messages.
+    Arrays are [height, width, 3], tensors [3, height, width] as in torchvision; both are uint8, or floating point in
+    [0, 1]. ``place`` names the image in error messages.
 
     Raises:
         InputError: the file is not an image, or the object has another type, shape, dtype or range.

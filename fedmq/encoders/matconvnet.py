@@ -145,11 +145,7 @@ class Network(nn.Module):
 
 
 def load(backbone: Backbone, device: str | torch.device) -> Network:
-    """Load a network with its weights.
-
-    Args:
-        backbone: ``matconvnet``, with the path of a .mat file as ``pretrained``.
-        device: device to compute on.
+    """Load a network with the weights of ``pretrained``, a .mat file.
 
     Raises:
         InputError: scipy is not installed, or the file is not a MatConvNet network.

@@ -121,16 +121,7 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
     """The text encoder of a backbone; for timm and MatConvNet image encoders, lite's sentence encoder.
 
-    ``backbone.text_encoder`` overrides the backbone's text encoder.
-
-    Args:
-        backbone: the scenario's backbone section; not ``features``.
-        seed: seed of random weights.
-        cache: folder of shared weights.
-        device: device of the encoder; lite always computes on the CPU.
-
-    Raises:
-        InputError: the model, tag or file is unknown, or a package is missing.
+    ``backbone.text_encoder`` overrides the backbone's text encoder. Arguments and errors as of :func:`image_encoder`.
     """
     if (folder := backbone.text_encoder) is not None:
         from fedmq.encoders import sentences  # noqa: PLC0415

@@ -88,11 +88,7 @@ def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Load a file's weights into the model; all parameters but the classifier's must match.
-
-    Raises:
-        InputError: a parameter is missing or has the wrong shape.
-    """
+    """Load a file's weights into the model; all parameters but the classifier's must match."""
     state: Mapping[str, Tensor] = read_checkpoint(path)
     wanted = model.state_dict()
     if set(wanted) - set(state):

@@ -86,12 +86,8 @@ def planned(
 ) -> tuple[dict[Silos, Run], dict[Silos, str]]:
     """The run of each group of silos; for groups that cannot train, e.g. as the method can select none, the reason.
 
-    Args:
-        groups: groups of silos.
-        whole: the finished run of all silos.
-        file: its scenario.
-        place: where the runs are executed.
-        check: raises InputError for a run that cannot start.
+    ``whole`` is the finished run of all silos and ``file`` its scenario; ``check`` raises InputError for a run that
+    cannot start.
     """
     runs, untrained = dict[Silos, Run](), dict[Silos, str]()
     for group in groups:
@@ -126,15 +122,11 @@ class Worth:
 def worths(
     silos: Mapping[str, SiloSummary], orders: Sequence[Sequence[str]], values: Mapping[Silos, float]
 ) -> tuple[Worth, ...]:
-    """What each silo of a run was worth.
+    """What each silo of a run was worth; ``values`` are those of each group of silos, NaN if its run failed.
 
     A silo's Shapley value is its mean marginal contribution v(S + silo) - v(S) over orders of the silos, with S those
     before it (Castro, Gomez and Tejada 2009); ``low`` and ``high`` of the statistic are the 95 % t-interval over them.
-
-    Args:
-        silos: the run's silos, as in its summary.
-        orders: orders of them; none without Shapley values.
-        values: value of each group of silos, also of all and of none; NaN if its run failed.
+    Groups are needed of all silos, of none, and those of the orders, if there are any.
     """
     everyone = frozenset(silos)
     marginal = dict[str, dict[int, float]]({name: {} for name in silos})
@@ -189,18 +181,10 @@ def contributions(
     untrained: Collection[Silos],
     metric: str,
 ) -> Contributions:
-    """What the silos of a run were worth.
-
-    Args:
-        run: the run.
-        scenario: its scenario.
-        orders: orders of its silos; none without Shapley values.
-        runs: the run of each group of silos.
-        untrained: groups that cannot train; they have the value of the untrained model.
-        metric: the metric by which silos are compared.
+    """What the silos of a run were worth; groups that cannot train have the value of the untrained model.
 
     Raises:
-        InputError: there are orders, and the untrained model has no such metric.
+        InputError: there are orders, for Shapley values, and the untrained model has no such metric.
     """
     summary, untrained_model = run.summary, run.untrained()
     assert summary is not None  # noqa: S101 - it was read from a folder

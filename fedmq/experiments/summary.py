@@ -162,11 +162,8 @@ def rows(
 ) -> tuple[Row, ...]:
     """Statistics of every row against its baseline.
 
-    Args:
-        plan: the comparison.
-        chosen: each row's settings selected on the validation split.
-        finished: finished runs, by row and seed.
-        yardsticks: figures of each of the plan's yardsticks, by its name and seed.
+    A row has the settings selected on the validation split, and its finished runs by seed. ``yardsticks`` has the
+    figures of each of the plan's yardsticks, by its name and seed.
 
     Raises:
         InputError: the baseline does not exist.

@@ -284,10 +284,8 @@ def _made_otherwise(rows: Sequence[Row]) -> list[str]:
 def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
     """Tables for the terminal: differences are below their means, and columns that do not fit go to a further table.
 
-    Args:
-        table: from :func:`grid`.
-        title: above the first table; the notes are below the last. Both may be wider than a table.
-        width: width of the terminal [characters].
+    The title is above the first table, and the notes are below the last; both may be wider than the terminal, which has
+    ``width`` characters.
     """
     below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
     names, *places = (place for place in range(len(table.head)) if place not in below)

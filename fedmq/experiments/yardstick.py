@@ -40,9 +40,7 @@ RIDGE = 0.3
 def figures(kind: str, runs: Mapping[int, ResolvedRun]) -> dict[int, Mapping[str, object]]:
     """Measure a yardstick: by seed its ``metrics``, ``fairness`` and ``per_silo_mean``, as in a run's summary.
 
-    Args:
-        kind: ``classes`` or ``pairs``.
-        runs: by seed, a run whose data, split and metrics the yardstick takes.
+    It takes data, split and metrics of a run of each seed.
 
     Raises:
         InputError: the data are not features, or cannot be fitted.
@@ -92,11 +90,9 @@ def _encoder(function: Callable[[F64], F64]) -> Callable[[Tensor], Tensor]:
 
 
 def class_probabilities(x: F64, labels: npt.NDArray[np.bool_]) -> Callable[[F64], F64]:
-    """Fit a logistic regression of labels on standardised features.
+    """Fit a logistic regression of multi-hot labels, bool [n, C], on standardised features [n, d].
 
-    Args:
-        x: [n, d] features.
-        labels: bool [n, C] multi-hot; with exactly one label per item the classes exclude each other.
+    With exactly one label per item the classes exclude each other.
 
     Returns:
         A function from features [m, d] to class probabilities [m, C']; labels that no item has are left out.

@@ -336,18 +336,10 @@ def run_data_of(
     content: str = "",
 ) -> RunData:
     """The facts about the run's data that an agreement contains; counts and digests (hex) as far as known."""
-    inputs = InputSpec(
-        image_shape=tuple(agreed.image_shape.tolist()),
-        text_shape=tuple(agreed.text_shape.tolist()),
-        image_dtype=agreed.image_dtype,
-        text_dtype=agreed.text_dtype,
-        mean=tuple(agreed.mean.tolist()),
-        std=tuple(agreed.std.tolist()),
-    )
     encoders = {"image": agreed.image_encoder, "text": agreed.text_encoder}
     return RunData(
         silos_of(names, modalities, counts),
-        inputs,
+        InputSpec.of(agreed),
         agreed.label_names,
         cache,
         agreed.vocabulary,

@@ -32,17 +32,9 @@ def build(
 ) -> TwoTower:
     """Build the two towers of an objective with their initial parameters, the same in every process.
 
-    Args:
-        backbone: the scenario's backbone section.
-        inputs: shapes and dtypes of the prepared data.
-        seed: the scenario's seed.
-        objective: the scenario's objective section, which may replace the towers by a hash network; None for adapters
-            and heads.
-        label_names: names of the data's labels, which determine the size of classifiers.
-        device: device of the model.
-        modalities: modalities whose frozen towers are loaded. The model always has the trainable parameters of both.
-        cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
-        initial: whether to compute the initial parameters; if false, all are 0 until others are loaded.
+    The objective may replace the towers, adapters and heads, by a hash network, and ``label_names`` determine the size
+    of classifiers. Only the frozen towers of ``modalities`` are loaded, with weights of the cache; the model always has
+    the trainable parameters of both, which are 0 until others are loaded if not ``initial``.
 
     Raises:
         InputError: backbone, objective and data do not fit together.

@@ -35,11 +35,7 @@ def _attach(block: nn.Module, adapter: nn.Module, name: str) -> None:
 
 
 def _attention_weight(block: nn.Module, model: str) -> tuple[nn.Module, str]:
-    """The module and name of a block's weight [3 d, d] of queries, keys and values.
-
-    Raises:
-        InputError: the block has no such weight.
-    """
+    """The module and name of a block's weight [3 d, d] of queries, keys and values; refuses a block without it."""
     attention = getattr(block, "attn", None)
     for module, name in ((attention, "in_proj_weight"), (getattr(attention, "qkv", None), "weight")):
         weight = getattr(module, name, None)

@@ -115,11 +115,9 @@ def _mask_of_byte() -> Tensor:
 
 
 def dropout_mask(shape: Sequence[int], noise: torch.Generator) -> Tensor:
-    """Dropout factors, 0 or 2 with equal probability (rate :data:`DROPOUT`), float32.
+    """Dropout factors of a shape, 0 or 2 with equal probability (rate :data:`DROPOUT`), float32.
 
-    Args:
-        shape: shape of the mask.
-        noise: generator; it draws 64-bit words for 64 factors each, as one draw per factor takes as long as the layer.
+    The generator draws 64-bit words for 64 factors each, as one draw per factor takes as long as the layer.
     """
     count = math.prod(shape)
     words = torch.empty(-(-count // 64), dtype=torch.int64).random_(-(2**63), None, generator=noise)
@@ -225,11 +223,7 @@ class CommonSpace(nn.Module):
 def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Backbone | None = None) -> Tensor:
     """Initial parameters float32 [P], with a separate generator for each parameter tensor.
 
-    Args:
-        layout: layout of the parameters.
-        plan: plan of the towers, with their initialisation.
-        seed: the scenario's seed.
-        trained: encoder that is trained with the image tower, initialised from its file; None for frozen features.
+    An encoder that is trained with the image tower is initialised from its file.
     """
     by_name = layout.by_name
     known = {} if trained is None else {f"{_ENCODER}{name}": value for name, value in _encoder_parameters(trained)}
@@ -273,14 +267,8 @@ def build(
 ) -> TwoTower:
     """The network of a base loss; its parameters are zeros, and ``initial`` computes the initial ones.
 
-    Args:
-        objective: base loss, code length and hidden width; FedSCMR's and FedCMR's variants of DSCMR are selected by its
-            options ``enhance`` and ``leaky``.
-        inputs: shapes of the features.
-        classes: number of labels; 0 for a data set without labels.
-        seed: the scenario's seed.
-        device: device of the network.
-        trained: encoder that is trained with the image tower; None for frozen features.
+    FedSCMR's and FedCMR's variants of DSCMR are selected by its options ``enhance`` and ``leaky``. ``classes`` is 0 for
+    a data set without labels; ``trained`` is an encoder that is trained with the image tower.
 
     Raises:
         InputError: the inputs are not features (with a trained encoder: not images of its size), or the base loss

@@ -122,17 +122,10 @@ def optimiser(
     branches: Sequence[slice],
     correction: Tensor | None = None,
 ) -> FusedOptimiser:
-    """Create an optimiser for some branches of a model.
+    """Create an optimiser for some branches of a model, ranges from :meth:`TwoTower.branch`.
 
     Parameters outside ``branches`` do not change, not even by weight decay. Weight decay also applies to biases, as in
-    RCSR's code.
-
-    Args:
-        model: model to train.
-        training: optimiser, momentum or betas, and weight decay.
-        learning_rate: learning rate of this round.
-        branches: ranges from :meth:`TwoTower.branch`; empty ones are ignored.
-        correction: float32 [P], added to the parameters after every step; None adds nothing.
+    RCSR's code. The correction, float32 [P], is added to the parameters after every step.
 
     Raises:
         ValueError: the branches contain no parameters.

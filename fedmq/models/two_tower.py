@@ -205,14 +205,7 @@ class Branch(nn.Module):
 
 
 def branch(layout: Layout, prefix: str) -> slice:
-    """The range of the flat buffer that holds the parameters whose names start with ``prefix``.
-
-    Args:
-        layout: layout of the flat buffer.
-        prefix: name prefix, e.g. ``"visual."``.
-
-    Returns:
-        A slice in elements; empty if no name has the prefix.
+    """The range of the flat buffer of the parameters whose names start with e.g. ``"visual."``; empty without any.
 
     Raises:
         ValueError: these parameters are not contiguous.
@@ -274,10 +267,7 @@ class TwoTower(nn.Module):
         return self._branches[name]
 
     def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
-        """Copy parameters into :attr:`flat`.
-
-        Args:
-            theta: [P], any numeric dtype; copied as float32.
+        """Copy parameters [P] of any numeric dtype into :attr:`flat`.
 
         Raises:
             ValueError: the shape is not [P].
@@ -294,13 +284,11 @@ class TwoTower(nn.Module):
 
     @contextmanager
     def computing_with(self, theta: Tensor) -> Iterator[None]:
-        """Temporarily compute with other parameters, without copying them and without changing :attr:`flat`.
+        """Temporarily compute with other parameters float32 [P], without copying them or changing :attr:`flat`.
 
         Autograd graphs created before stay valid: copying values into :attr:`flat` would count as an in-place change of
-        saved tensors, whereas here the original tensors are restored before the backward pass.
-
-        Args:
-            theta: float32 [P], in memory allocated by torch.
+        saved tensors, whereas here the original tensors are restored before the backward pass. The parameters are in
+        memory allocated by torch.
         """
         self._point_to(theta.to(self.flat.device))
         try:
@@ -371,11 +359,9 @@ class TwoTower(nn.Module):
             parameter.grad = None
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient computed without autograd.
+        """Add a gradient float32 [P] computed without autograd.
 
-        Args:
-            gradient: float32 [P]; must not change before the next :meth:`zero_grad`, as parameters without a gradient
-                store views of it.
+        It must not change before the next :meth:`zero_grad`, as parameters without a gradient store views of it.
         """
         for parameter, part in self._parts:
             addition = gradient[part].view(parameter.shape)

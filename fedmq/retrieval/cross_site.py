@@ -46,13 +46,7 @@ class CrossSite:
 def measured(
     names: Sequence[str], opened: Callable[[str], Release], metric: str, progress: Progress | None = None
 ) -> CrossSite:
-    """Evaluate the personal model of each silo on the held-out items of all silos.
-
-    Args:
-        names: names of the run's silos.
-        opened: opens the run with the personal model of a silo.
-        metric: name of a metric that silos have, e.g. ``mean_r1``.
-        progress: called while models are measured.
+    """Evaluate the personal model of each silo, which ``opened`` opens, on the held-out items of all silos.
 
     Raises:
         InputError: no silo has a personal model, or the metric is not measured for silos.

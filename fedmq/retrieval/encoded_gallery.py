@@ -185,14 +185,10 @@ def folder_name(what: str, silo: str | None, digest: str) -> str:
 
 
 def images_below(folder: Path, place: str) -> list[Path]:
-    """The image files below a folder, in the order of their paths.
-
-    Args:
-        folder: folder to search; links to folders are followed.
-        place: the option or argument that names it, for the error.
+    """The image files below a folder, in the order of their paths; links to folders are followed.
 
     Raises:
-        InputError: there are none.
+        InputError: there are none; ``place`` is the option or argument that names the folder.
     """
     files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
@@ -216,9 +212,7 @@ def folder_contents(folder: Path, used: str) -> tuple[list[Path], list[str], str
 def existing_gallery(root: Path, images: Path | None = None) -> tuple[Gallery, ReleaseConfig] | None:
     """A gallery that the shared model of a release has encoded, with its configuration; None if there is none yet.
 
-    Args:
-        root: the run folder, or the folder of a model without its run.
-        images: the folder of images in the gallery; None takes the run's own data set.
+    The release is a run folder, or a model's without its run; without a folder of images, it is the run's own data set.
 
     Raises:
         InputError: the release or the gallery is damaged, or the folder has no image.

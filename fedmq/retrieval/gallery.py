@@ -196,12 +196,9 @@ def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report
 def export(release: Release | ModelFolder, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
     """Encode and index a gallery, or open it if it was exported before.
 
-    Args:
-        release: the run, or the folder of a model without its run, which takes a folder of images only.
-        chosen: a scenario, site file or features file, whose data the run's model encodes, or a folder of images; None
-            takes the run's own data set, which is encoded once per model, so that later changes of its files have no
-            effect.
-        progress: called while encoding.
+    The model of a run encodes the data of a scenario, site file or features file, or a folder of images, which is all
+    that a model without its run takes; by default the run's own data set, which is encoded once per model, so that
+    later changes of its files have no effect.
 
     Raises:
         InputError: there is nothing to encode, or an encoder or a package is missing.

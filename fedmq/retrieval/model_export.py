@@ -203,11 +203,7 @@ def _describe(onnx: Any, path: Path, files: ModelFolder, modality: Modality) -> 
 
 
 def _difference(tower: _Tower, path: Path, inputs: InputSpec) -> float:
-    """The largest difference between a tower's outputs and those of its exported file.
-
-    Raises:
-        RunError: it is larger than :data:`PARITY`.
-    """
+    """The largest difference, at most :data:`PARITY`, between a tower's outputs and those of its exported file."""
     opened, worst = session(path), 0.0
     for count in _CHECKED:
         x = _examples(inputs, tower.modality, count)

@@ -62,10 +62,8 @@ def _named(keys: Sequence[str]) -> list[str]:
 def ranked(release: Release, top: int, progress: Progress | None = None) -> dict[Direction, Rankings]:
     """Rank the evaluated items with a released model, in the order in which its run measured recall.
 
-    Args:
-        release: the run's shared model, or a silo's personal one.
-        top: number K of items per query; fewer if the gallery is smaller.
-        progress: called while data are prepared.
+    The model is the run's shared one, or a silo's personal one. A query has ``top`` items, fewer if the gallery is
+    smaller.
 
     Raises:
         InputError: the data are not those of the run, or only the sites have them.

@@ -160,16 +160,7 @@ def described(files: ModelFolder) -> tuple[InputSpec, tuple[str, ...]]:
     if config.personal_only:
         allowed = "fedmq search RUN --silo NAME, which rebuilds a silo's personal model"
         raise InputError(place, f"{config.protocol}, which trains the shared model in part or not at all", allowed)
-    recorded = config.inputs
-    inputs = InputSpec(
-        tuple(recorded.image_shape),
-        tuple(recorded.text_shape),
-        recorded.image_dtype,
-        recorded.text_dtype,
-        tuple(recorded.mean),
-        tuple(recorded.std),
-    )
-    return inputs, tuple(config.label_names)
+    return InputSpec.of(config.inputs), tuple(config.label_names)
 
 
 @dataclass(frozen=True)
@@ -239,12 +230,9 @@ class Release:
 
 
 def open_model(folder: Path, device: str | None = None, weights: str | None = None) -> ModelFolder:
-    """Open a released model's folder, without its run or its training data.
+    """Open a released model's folder, without its run or its training data, by default on the CPU.
 
-    Args:
-        folder: with ``config.json`` and ``model.safetensors``.
-        device: ``cpu``, ``cuda:N`` or ``auto``; None takes the CPU.
-        weights: file of the frozen weights, if it is not where the configuration says.
+    ``weights`` is the file of the frozen weights, if it is not where the configuration says.
 
     Raises:
         InputError: it is not such a folder, or its configuration is damaged.

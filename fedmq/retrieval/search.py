@@ -83,16 +83,10 @@ def find(
     top: int = 10,
     progress: Progress | None = None,
 ) -> SearchHits:
-    """Search a gallery; it is exported first if necessary.
+    """Search a gallery for ``top`` items; it is exported first if necessary.
 
-    Args:
-        release: a run, or the folder of a model without its run.
-        query: the query.
-        chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`; without the run a folder of images.
-        among: whether to search images or captions; None searches the modality other than the query's, or images if
-            there are no captions.
-        top: number of items to return.
-        progress: called while the gallery is encoded.
+    The gallery is chosen as in :func:`fedmq.retrieval.gallery.export`. It is the modality other than the query's that
+    is searched, or images if there are no captions, unless ``among`` says another.
 
     Raises:
         InputError: the item or image does not exist, the model has no encoder for a free query, the gallery has no
@@ -124,14 +118,7 @@ def find(
 def find_again(
     root: Path, query: Query, *, chosen: Path | None = None, among: Among | None = None, top: int = 10
 ) -> SearchHits | None:
-    """Search a gallery that the shared model has encoded, without the model and torch; None if they are needed.
-
-    Args:
-        root: the run folder, or the folder of a model without its run.
-        query: the query.
-        chosen: as in :func:`find`.
-        among: likewise.
-        top: number of items to return.
+    """Search a gallery that the shared model has encoded, as :func:`find`; None if that needs the model and torch.
 
     Raises:
         InputError: the item or image does not exist, or the gallery has no captions to search or to search with.

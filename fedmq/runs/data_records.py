@@ -80,7 +80,8 @@ class StatedData(Stored):
     @classmethod
     def of(cls, stated: DataStatement, held: DataFormat | None = None) -> StatedData:
         """The record of a statement's payloads."""
-        items = {split: _counts(row) for split, row in zip(SPLITS, stated.counts.tolist(), strict=True) if any(row)}
+        rows = (dict(zip(ItemCounts.model_fields, row, strict=True)) for row in stated.counts.tolist())
+        items = {split: row for split, row in zip(SPLITS, rows, strict=True) if any(row.values())}
         masks = (("image", IMAGE), ("text", TEXT))
         plain = {
             "data_digest": stated.data,
@@ -97,10 +98,6 @@ class StatedData(Stored):
             counts[SPLITS.index(split)] = count.paired, count.image_only, count.text_only
         mask = IMAGE * ("image" in self.modalities) + TEXT * ("text" in self.modalities)
         return DataStatement(self.data_digest, mask, counts)
-
-
-def _counts(row: list[int]) -> ItemCounts:
-    return ItemCounts(paired=row[0], image_only=row[1], text_only=row[2])
 
 
 class AgreementRecord(Stored):
@@ -144,15 +141,10 @@ class ReportItem(Stored):
 
 
 class ReportHit(ReportItem):
-    """A retrieved item.
+    """A retrieved item."""
 
-    Args:
-        right: it is the query's own item.
-        score: cosine similarity, or share of equal bits of hash codes.
-    """
-
-    right: bool
-    score: float
+    right: bool  # it is the query's own item
+    score: float  # cosine similarity, or share of equal bits of hash codes
 
 
 class Example(Stored):

@@ -87,9 +87,7 @@ _ALLOWED = "a file of the run's release"
 def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[Any]]:
     """The layout and the parameters [P] of a released model, as sent over the wire.
 
-    Args:
-        path: ``model.safetensors``.
-        names: names of the layout's entries, in the order that the file does not keep.
+    ``names`` are those of the layout's entries, in the order that the file does not keep.
 
     Raises:
         InputError: the file is damaged, or has other tensors.
@@ -213,11 +211,7 @@ class Forgotten(Stored):
 def forget(before: RunFolder, after: RunFolder, ids: tuple[str, str], silos: Sequence[str]) -> Forgotten:
     """Write ``forgotten.json`` into the model folder of a run without some silos, and return it.
 
-    Args:
-        before: the run with them.
-        after: the run without them, otherwise of the same scenario.
-        ids: ids of both runs.
-        silos: names of the silos.
+    ``before`` is the run with them, otherwise of the same scenario; ``ids`` are those of both runs.
 
     Raises:
         InputError: a run is not finished, a silo took part in the second one, or the file cannot be written.

@@ -393,9 +393,8 @@ ONE_STEP_TASKS = (
 def about_silos(silos: Sequence[tuple[int, int | None, float | None]]) -> str:
     """A line about some silos: their training items, optimiser steps of a task, and divergence of labels.
 
-    Args:
-        silos: for each silo, its number of training items, the steps of its tasks (None if it has no tasks), and the
-            Jensen-Shannon divergence [bits] of its labels from those of all silos (None without labels).
+    Steps are None if a silo has no tasks, and the Jensen-Shannon divergence [bits] of its labels from those of all
+    silos is None without labels.
     """
     steps = [count for _, count, _ in silos if count is not None]
     divergences = [value for *_, value in silos if value is not None]

@@ -42,11 +42,9 @@ def use_cache(folder: Path | None) -> None:
 
 
 def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Create a folder atomically, and only once even if several processes request it at the same time.
+    """Create a folder atomically, and only once even if several processes request it; return it as it is if it exists.
 
-    Args:
-        folder: the folder; returned as it is if it exists.
-        fill: writes the contents into the empty folder that it receives.
+    ``fill`` writes the contents into the empty folder that it receives.
 
     Raises:
         RunError: the cache cannot be written.

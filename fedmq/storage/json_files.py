@@ -67,12 +67,7 @@ def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
 
 
 def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Record]:
-    """Read a file of JSON lines, without a last line that a crash left incomplete.
-
-    Args:
-        path: the file; a missing file has no lines.
-        schema: type of every line's object.
-        allowed: what the file should be, for the error.
+    """Read a file of JSON lines of a schema, without a last line that a crash left incomplete; a missing file has none.
 
     Raises:
         InputError: the file cannot be opened, or a line is not JSON or does not match the schema.

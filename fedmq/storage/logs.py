@@ -97,12 +97,7 @@ _Renderer = Callable[[Any, str, Event], str | bytes]
 
 
 def open_log(options: LogOptions | None, process: str) -> Logger:
-    """A logger.
-
-    Args:
-        options: None records nothing.
-        process: name of the process, a field of every event.
-    """
+    """A logger; None records nothing. The process's name is a field of every event."""
     if options is None:
         return QUIET
     # Not imported where nothing is logged: it takes a tenth of a second, and memory in every silo.

@@ -338,9 +338,7 @@ def note(place: str, allowed: str) -> None:
 def serve(number: int, notes: int) -> None:
     """Serve calls until the parent is gone, or has no call for a while.
 
-    Args:
-        number: file descriptor of the socket to the parent.
-        notes: file descriptor of the file with what is being read.
+    ``number`` is the file descriptor of the socket to the parent, ``notes`` that of the file with what is being read.
     """
     global _notes  # noqa: PLW0603 - this process is a child from now on
     _notes = notes

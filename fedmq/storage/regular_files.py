@@ -40,12 +40,7 @@ def is_file(path: Path) -> bool:
 
 
 def check_regular(path: Path, allowed: str, most: int | None = None) -> None:
-    """Refuse a path that is not a regular file, or is too large.
-
-    Args:
-        path: the file.
-        allowed: what it should be, for the error.
-        most: its largest size [bytes]; None for any.
+    """Refuse a path that is not a regular file, or is larger than ``most`` bytes; ``allowed`` is what it should be.
 
     Raises:
         InputError: see above, or it does not exist.
@@ -65,13 +60,9 @@ def _check(path: Path, about: os.stat_result, most: int | None, allowed: str) ->
 
 
 def open_regular(path: Path, allowed: str, most: int | None = None, *, links: bool = True) -> BufferedReader:
-    """Open a regular file for reading, without blocking on anything else.
+    """Open a regular file for reading, without blocking on anything else; arguments as of :func:`check_regular`.
 
-    Args:
-        path: the file.
-        allowed: what it should be, for the error.
-        most: its largest size [bytes]; None for a file that is read line by line.
-        links: follow a symbolic link.
+    A file that is read line by line may have any size. ``links`` follows a symbolic link.
 
     Raises:
         InputError: it cannot be opened, is not a regular file, or is too large.

@@ -190,12 +190,9 @@ def provisional_folder(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
     """Write a file atomically: readers see either the old content or the complete new content.
 
-    Args:
-        path: the file.
-        write: writes the content to the temporary path that it receives.
-        durable: also wait until the content is on disk, for files that must survive a power failure. They are rarely
-            read again, so the system need not cache them: a cache that grows with every state of 1,000 silos takes a
-            tenth of a run's time.
+    ``write`` writes the content to the temporary path that it receives. ``durable`` also waits until the content is on
+    disk, for files that must survive a power failure. They are rarely read again, so the system need not cache them: a
+    cache that grows with every state of 1,000 silos takes a tenth of a run's time.
 
     Raises:
         InputError: the file cannot be written there.
@@ -216,8 +213,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
 def remove_unfinished(*folders: Path) -> None:
     """Remove what processes that were killed had begun to write with :func:`write_atomically`.
 
-    Args:
-        folders: folders in which no process of another computer writes; a file of a process that runs here is left.
+    No process of another computer writes in these folders; a file of a process that runs here is left.
     """
     for folder in folders:
         for path in folder.glob(".*.*"):
@@ -283,13 +279,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None, mode: int = 0o600
 ) -> None:
-    """Write a safetensors file.
+    """Write a safetensors file of tensors and texts by name.
 
-    Args:
-        path: the file.
-        tensors: its content.
-        metadata: texts by name that it also holds.
-        mode: permissions of a new file, before the umask; by default only its owner can read it.
+    ``mode`` are the permissions of a new file, before the umask; by default only its owner can read it.
 
     Raises:
         OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
@@ -344,10 +336,7 @@ def _dump(path: Path, value: Any) -> None:
 def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
     """Append a JSON line; a failed write leaves no part of it.
 
-    Args:
-        path: the file.
-        record: the line's object.
-        durable: also wait until the line is on disk, for files that must survive a power failure.
+    ``durable`` also waits until the line is on disk, for files that must survive a power failure.
 
     Raises:
         InputError: the file cannot be written there, or is no regular file.
@@ -368,12 +357,7 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
 
 
 def to_disk(path: Path, *, cached: bool = True) -> None:
-    """Flush a file or a folder to disk (fsync).
-
-    Args:
-        path: the file or folder.
-        cached: whether the system may keep its content in memory.
-    """
+    """Flush a file or a folder to disk (fsync); if not ``cached``, the system need not keep its content in memory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

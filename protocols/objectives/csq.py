@@ -32,16 +32,11 @@ class Options:
 
 
 def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Tensor:
-    """A centre in {-1, 1}^r for each class, float32 [C, r].
+    """A centre in {-1, 1}^r for each of C classes, float32 [C, r]; the generator must be the same at all silos.
 
     If r is a power of two and C <= 2 r, the first rows of [H; -H] with Sylvester's Hadamard matrix H. Otherwise, as for
     12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits. If no draw
     achieves that, as for 80 classes in 12 bits, centres are at least distinct, if there are enough balanced vectors.
-
-    Args:
-        classes: C.
-        bits: r.
-        generator: draws centres; must be the same at all silos.
     """
     if bits & (bits - 1) == 0 and classes <= 2 * bits:
         from scipy.linalg import hadamard  # noqa: PLC0415 - a tenth of the imports of every run

@@ -120,11 +120,7 @@ class Graph:
         return self.scale * near @ near.T
 
     def similarity(self, rows: Tensor) -> Tensor:
-        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 between the given rows -> [B, B].
-
-        Args:
-            rows: int64 [B].
-        """
+        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 between the given rows int64 [B] -> [B, B]."""
         pairs = self.pairs(rows)
         return 2 * ((1 - self.options.a2) * pairs[:, rows] + self.options.a2 * self.agreement(rows, pairs)) - 1
 
@@ -142,13 +138,9 @@ class Terms(NamedTuple):
 
 
 def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
-    """Q_c, Q_g, Q_i as in DGCPN's code: means of squares, with the diagonal excluded from Q_g.
+    """Q_c, Q_g, Q_i as in DGCPN's code, of codes [B, r] and S [B, B], with K = ``coexistence``.
 
-    Args:
-        image: [B, r] codes.
-        text: [B, r] codes.
-        similar: [B, B] S.
-        coexistence: K.
+    They are means of squares, with the diagonal excluded from Q_g.
     """
     image, text = unit(image), unit(text)
     vv, tt, vt = image @ image.T, text @ text.T, image @ text.T
@@ -201,16 +193,10 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
 
 
 def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
-    """Loss of each modality against the other's binary codes, both from before this update.
+    """Loss of each modality against the other's binary codes, both from before this update; codes [B, r] and S [B, B].
 
     DGCPN's code takes two updates from one forward pass: the first changes only the image tower, the second only the
     text tower. One update on the sum of both losses is equivalent.
-
-    Args:
-        image: [B, r] codes of a paired silo.
-        text: [B, r] likewise.
-        similar: [B, B] S.
-        options: weights and form.
     """
     if image is None or text is None:
         raise ValueError("binary codes of both modalities need a paired silo")

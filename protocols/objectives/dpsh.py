@@ -48,19 +48,13 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
 
 @dataclass(frozen=True)
 class Dpsh(training.Work):
-    """DPSH in one task: one step per batch, against a bank that is kept between tasks.
+    """DPSH in one task: one step per batch, against a bank that is kept between tasks."""
 
-    Args:
-        local: the silo.
-        batch_size: the scenario's batch size.
-        alpha: weight of the quantisation loss.
-        bank: float32 [m, n, r], the last codes of each modality's samples; rows without codes yet are zero, which gives
-            no gradient. Updated in place.
-    """
-
-    local: Local
-    batch_size: int
-    alpha: float
+    local: Local  # the silo
+    batch_size: int  # the scenario's batch size
+    alpha: float  # weight of the quantisation loss
+    # Float32 [m, n, r], the last codes of each modality's samples; rows without codes yet are zero, which gives no
+    # gradient. Updated in place.
     bank: Tensor
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:

@@ -49,14 +49,7 @@ def distances(a: Tensor, b: Tensor, kind: Distance) -> Tensor:
 
 
 def triplet_loss(positive: Tensor, negative: Tensor, margin: float, reduce: Reduce) -> Tensor:
-    """Sum or mean over triplets of max(d+ - d- + a, 0) (eqs 2 and 3); 0 if there are none.
-
-    Args:
-        positive: [T] distances to the positive.
-        negative: [T] distances to the negative.
-        margin: a.
-        reduce: see :class:`Options`.
-    """
+    """Sum or mean over triplets of max(d+ - d- + a, 0) (eqs 2 and 3), of distances [T]; 0 if there are none."""
     total = (positive - negative + margin).clamp_min(0).sum()
     return total / max(1, len(positive)) if reduce == "mean" else total
 

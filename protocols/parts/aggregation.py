@@ -126,12 +126,9 @@ def damped(weights: Tensor, factors: Tensor) -> Tensor:
 
 
 def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
-    """mu^(M / |S|): decay of a moving average at a merge of M replies, so that a full round decays it by mu.
+    """mu^(M / |S|): decay of a moving average at a merge of M replies, so that a full round decays it by mu = ``rate``.
 
-    Args:
-        rate: mu, the fraction of the old value kept over a full round.
-        replies: M.
-        cohort: |S|, the number of silos in a full round; None treats this merge as a full round.
+    |S| is the number of silos in a full round; None treats this merge as a full round.
     """
     return rate if cohort is None else float(rate ** (replies / cohort))
 
@@ -217,12 +214,7 @@ def _add_step(theta: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
 
 
 def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
-    """Weights of a branch renormalised among the silos that trained it; all zero if no silo did.
-
-    Args:
-        weights: [M].
-        took_part: [M] bool or 0/1, which silos trained the branch.
-    """
+    """Weights [M] of a branch renormalised among the silos that trained it (bool or 0/1 [M]); all 0 if none did."""
     kept = weights * took_part
     total = kept.sum()
     return kept if float(total) == 0.0 else kept / total
@@ -328,15 +320,9 @@ def sum_of(
     branch_renorm: BranchRenorm,
     merged: Callable[[Tensor, Sequence[Update], Tensor], MergeResult],
 ) -> WeightedSum:
-    """:func:`merge_updates` as a secure sum of updates alone; ``merged`` is called with its result.
+    """:func:`merge_updates` as a secure sum of updates alone, but for ``conflict_free``; replies have reports.
 
-    Args:
-        theta: [P].
-        replies: M of them, with reports.
-        weights: float64 [M].
-        branches: as for :func:`merge_updates`.
-        branch_renorm: not ``conflict_free``.
-        merged: gives the merge's result from the parameters [P], the replies in the sum and their weights.
+    ``merged`` gives the merge's result from the parameters [P], the replies in the sum and their weights float64 [M].
     """
     rows = branch_rows(replies, weights, branches, branch_renorm)
 
@@ -354,13 +340,9 @@ def no_sum(branch_renorm: BranchRenorm) -> str:
 def row_weights(
     replies: Sequence[Update], layout: SumLayout, kind: type[Payload], *, weighted: bool
 ) -> dict[str, Tensor]:
-    """Weights float64 [M] of the replies in the mean of each row of a payload, in a secure sum.
+    """Weights float64 [M] of the replies, with reports, in the mean of each row of a payload, in a secure sum.
 
-    Args:
-        replies: M of them, with reports.
-        layout: what the sum adds.
-        kind: the payload.
-        weighted: weight rows by the samples behind them; otherwise each silo that holds a row counts once.
+    ``weighted`` weights rows by the samples behind them; otherwise each silo that holds a row counts once.
     """
     counts = supports(replies, layout, kind).double()
     counts = counts if weighted else (counts > 0).double()
@@ -388,12 +370,7 @@ def means_of(means: Mapping[str, Tensor], layout: SumLayout, kind: type[Payload]
 
 
 def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that a method's updates cover.
-
-    Args:
-        layout: layout of the whole model.
-        layers: the method's shared layers; None if it shares all.
-    """
+    """The layers that a method's updates cover: its shared layers, all of the model if it names none."""
     return tuple(layout.by_name) if layers is None else tuple(layers)
 
 
@@ -409,13 +386,7 @@ def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
 
 
 def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
-    """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
-
-    Args:
-        payload: payload from the method; an update's buffer is float32.
-        layout: layout of the whole model.
-        silo: the sender.
-    """
+    """Reduce an update (float32) to the layers that the silo trains; other payloads are returned unchanged."""
     if not isinstance(payload, Delta | PartialDelta):
         return payload
     layers = layers_of(layout, payload.names if isinstance(payload, PartialDelta) else None)
@@ -431,11 +402,7 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
 def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
     """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
 
-    Args:
-        payload: payload as received, checked by ``coordinator.updates``.
-        layout: layout of the whole model.
-        layers: the layers that the method's updates cover; None for the whole model.
-        silo: the sender.
+    The payload is as received, checked by ``coordinator.updates``; ``layers`` as in :func:`layers_of`.
     """
     if not isinstance(payload, PartialDelta):
         return payload

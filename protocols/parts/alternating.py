@@ -117,12 +117,7 @@ def passes(
 ) -> Iterator[training.Step]:
     """One local epoch: all batches of the image tower, then all of the text tower, for the silo's modalities.
 
-    Args:
-        local: the silo.
-        batch_size: the scenario's batch size.
-        draws: see :func:`drawn`.
-        generator: draws samples and captions.
-        loss: returns the loss from a modality, the batch's rows and the tower's outputs.
+    ``draws`` as in :func:`drawn`; ``loss`` gives the loss of a modality, the batch's rows and the tower's outputs.
     """
     caption = training.choose_captions(local, generator)
 
@@ -141,13 +136,8 @@ def passes(
 def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[Modality, Tensor]:
     """Outputs [n, r] of each tower on all local items: those kept from the last task, otherwise the downloaded model's.
 
-    Kept outputs are used even though the model has changed since. They are discarded if the silo's items have changed,
-    as after a scenario's drift.
-
-    Args:
-        local: the silo; its model holds the downloaded parameters.
-        prefix: prefix of the names in the silo's state.
-        chosen: selects one of a tower's outputs.
+    Kept outputs, whose names in the silo's state have the prefix, are used even though the model has changed since.
+    They are discarded if the silo's items have changed, as after a scenario's drift.
     """
     result = {}
     first = np.zeros(len(local.dataset), np.int64)

@@ -74,13 +74,10 @@ class Anchoring:
         return training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def report(self, local: Local, task: Task, *, filled: bool = True) -> tuple[Payload, ...]:
-        """The silo's prototypes under the trained model.
+        """The silo's prototypes under the trained model, which it holds.
 
-        Args:
-            local: the silo; its model holds the trained parameters.
-            task: with the global prototypes.
-            filled: fill the row of a missing modality with the global prototype, otherwise with zeros. The coordinator
-                ignores that row.
+        The row of a missing modality, which the coordinator ignores, is the global prototype, or zeros if not
+        ``filled``.
         """
         if not self._active:
             return ()
@@ -102,13 +99,7 @@ class Anchoring:
     def averaged(
         self, tensors: Mapping[str, Tensor], replies: Sequence[Update], weights: Tensor
     ) -> Mapping[str, Tensor]:
-        """The coordinator's tensors after a merge, with the silos' prototypes averaged in.
-
-        Args:
-            tensors: before.
-            replies: replies in the fixed silo order.
-            weights: float64 [M] of the replies.
-        """
+        """The coordinator's tensors after a merge, with the silos' prototypes averaged in by weights float64 [M]."""
         if not self._active:
             return tensors
         local, mask = prototypes.read_uploads(replies, self.context.dim)

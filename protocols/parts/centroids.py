@@ -94,16 +94,9 @@ KNOWN = ReportedValue("Known cluster centroids", "count", "Centroids for which a
 
 # --------------------------------------------------------------------------------------------------- silo side
 def members_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> Tensor:
-    """K-means cluster of each of a silo's embeddings; clusters of fewer than ``support`` samples are dropped.
+    """K-means cluster, of at most ``count``, of each of a silo's embeddings [n, d] of unit length: int64 [n] from 0.
 
-    Args:
-        z: [n, d] of unit length.
-        count: maximum number of clusters.
-        support: minimum samples per cluster.
-        generator: generator of K-means.
-
-    Returns:
-        int64 [n], from 0 to ``count - 1``; -1 for samples of dropped clusters.
+    Clusters of fewer than ``support`` samples are dropped; their samples have -1.
     """
     clusters = min(count, len(z) // support)
     if clusters == 0:
@@ -115,12 +108,7 @@ def members_of(z: Tensor, count: int, support: int, generator: np.random.Generat
 
 
 def centroids_of(z: Tensor, members: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Unit-length means of the clusters' embeddings.
-
-    Args:
-        z: [n, d] of unit length.
-        members: int64 [n], see :func:`members_of`.
-        count: number of rows.
+    """Unit-length means of the clusters' embeddings [n, d], whose members are as of :func:`members_of`.
 
     Returns:
         float32 [count, d] and the number of samples per cluster, int64 [count]; unused rows are zero.
@@ -149,16 +137,8 @@ def _members(
     its cluster is retired and the remaining items of the cluster belong to none. Items new to the silo are clustered
     among themselves, into free cluster numbers. An item that occurs twice counts once.
 
-    Args:
-        local: the silo.
-        context: context of the run.
-        modality: modality of the embeddings.
-        z: [n, d] of unit length, the silo's items.
-        count: maximum number of clusters.
-        support: minimum samples per cluster.
-
     Returns:
-        int64 [n], from 0 to ``count - 1``, -1 for items in no cluster; and the tensors for the silo's state.
+        As :func:`members_of` of the items' embeddings z [n, d]; and the tensors for the silo's state.
     """
     rows, names = local.dataset.rows, (f"{MEMBERS}_{modality}", f"{ROWS}_{modality}")
     first = _first(rows)
@@ -184,15 +164,8 @@ def report(
 ) -> tuple[ClassPrototypes, dict[str, Tensor]]:
     """Centroids to report, image rows before text rows, and the cluster assignments for the silo's state.
 
-    Rows of a modality that the silo lacks are empty.
-
-    Args:
-        local: the silo; its model holds the trained parameters.
-        context: context of the run.
-        task: the task.
-        count: maximum centroids per modality.
-        support: minimum samples per centroid.
-        begun: whether clustering has started; before that all rows are empty.
+    Rows of a modality that the silo lacks are empty, and all rows before clustering has ``begun``. The silo's model
+    holds the trained parameters; ``count`` and ``support`` as in :func:`members_of`.
     """
     empty = torch.zeros(count, context.dim), torch.zeros(count, dtype=torch.int64)
     both = [empty, empty]
@@ -215,9 +188,7 @@ def report(
 def received(payloads: Sequence[Payload], silo: SiloFacts) -> Tensor | None:
     """Centroids of a silo's missing modality in a task's payloads, float32 [J, d] of unit length; None if absent.
 
-    Args:
-        payloads: payloads of the task.
-        silo: the silo, or a view of its items that lack a modality.
+    The silo may be a view of its items that lack a modality.
     """
     if silo.paired:
         return None
@@ -281,13 +252,9 @@ def download(tensors: Mapping[str, Tensor], silo: SiloFacts) -> tuple[ClassProto
 def updated(
     tensors: Mapping[str, Tensor], replies: Sequence[Update], round_: int, max_age: int | None
 ) -> dict[str, Tensor]:
-    """The table after a merge; replies older than a silo's entry are ignored, and entries too old are dropped.
+    """The table, from :func:`initial` or an earlier merge, after a merge.
 
-    Args:
-        tensors: from :func:`initial` or an earlier merge.
-        replies: replies of the merge.
-        round_: the merge's number.
-        max_age: maximum age of entries, in versions; None sets no limit.
+    Replies older than a silo's entry are ignored, and entries of more than ``max_age`` versions dropped.
     """
     values: dict[str, list[Tensor]] = {CENTROIDS: [], COUNTS: []}
     for reply in replies:
@@ -309,12 +276,7 @@ def known(tensors: Mapping[str, Tensor]) -> float:
 def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[ClassPrototypes, ...]:
     """Query bank of some silos' centroids: image rows before text rows, absent ones with count 0.
 
-    Args:
-        tensors: from :func:`initial` or an earlier merge.
-        silos: the silos whose centroids are included.
-
-    Returns:
-        One payload; empty while a modality has no centroid.
+    One payload; none while a modality has no centroid.
     """
     whose = torch.tensor([silo.index for silo in silos], dtype=torch.int64)
     # [silos, 2, count, ...] to [2, silos * count, ...]

@@ -53,12 +53,10 @@ def class_means(features: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def global_means(prototypes: Tensor, counts: Tensor, *, weighted: bool) -> tuple[Tensor, Tensor]:
-    """Average the silos' prototypes, class by class, over the silos that have the class (FedProto eq 6).
+    """Average the silos' prototypes [K, C, d], class by class, over the silos that have the class (FedProto eq 6).
 
-    Args:
-        prototypes: [K, C, d].
-        counts: [K, C], 0 where a silo lacks a class.
-        weighted: weight by samples, as in the paper; false weights equally, as in its code.
+    Counts [K, C] are 0 where a silo lacks a class. ``weighted`` weights by them, as in the paper; otherwise silos weigh
+    equally, as in its code.
 
     Returns:
         [C, d], zero for classes that no silo has, and bool [C], whether any silo has the class.
@@ -142,13 +140,9 @@ def longest_output(dim: int) -> float:
 
 
 def check_rows(sent: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
-    """Validate a reply's prototypes.
+    """Validate a reply's prototypes, float32 [rows, dim], and counts int64 [rows], by the expected shape.
 
-    Args:
-        sent: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
-        rows: expected.
-        dim: expected.
-        longest: maximum length of the features they are means of, see :func:`longest_code`; 1 for unit vectors.
+    ``longest`` is the maximum length of the features they are means of, see :func:`longest_code`; 1 for unit vectors.
 
     Raises:
         RemoteWireError: ``layout`` for a wrong number of rows or columns; ``malformed`` for a row longer than

@@ -117,12 +117,7 @@ def updated_log_q(
 
 
 def fused_weights(router: Tensor, log_q: Tensor) -> Tensor:
-    """w_k = w_k^R q_k / sum_j w_j^R q_j over the replying silos (RCSR eq 11).
-
-    Args:
-        router: float64 [M], sum 1.
-        log_q: float64 [M] of the replying silos.
-    """
+    """w_k = w_k^R q_k / sum_j w_j^R q_j over the replying silos (RCSR eq 11): w^R and log q, float64 [M]."""
     return (router.log() + log_q).softmax(0)
 
 

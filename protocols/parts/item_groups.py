@@ -40,17 +40,11 @@ def protected(work: Work | None, local: Local, context: Context, task: Task) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedBatches(EveryBatch):
-    """Steps on Poisson samples of groups, as many per epoch as there are batches.
+    """Steps on Poisson samples of groups, as many per epoch as there are batches."""
 
-    Args:
-        context: seed of the groups, clipping and noise.
-        source: source of samples and noise, see :func:`fedmq.federation.noise.transform`.
-        path: silo, base version and sequence.
-    """
-
-    context: Context
-    source: int | bytes
-    path: tuple[str | int, ...]
+    context: Context  # seed of the groups, clipping and noise
+    source: int | bytes  # source of samples and noise, see :func:`fedmq.federation.noise.transform`
+    path: tuple[str | int, ...]  # silo, base version and sequence
 
     @property
     def batches(self) -> int:
@@ -98,12 +92,8 @@ def clipped_sum(
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of the items of some groups (float32 []), and the sum [P] of the groups' clipped gradients.
 
-    Args:
-        local: the silo.
-        step: a step on the items.
-        groups: rows of each group; each has its own loss.
-        extra: the method's extra loss terms.
-        norm: largest norm of a group's gradient. One that is not finite adds nothing.
+    Each group, given by its rows, has its own loss. A gradient that is not finite adds nothing; ``norm`` is the largest
+    norm of the others.
     """
     model, whole = local.model, [slice(0, local.model.flat.numel())]
     total = torch.zeros_like(model.flat)

@@ -42,13 +42,7 @@ class Samples:
 
 
 def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
-    """Both modalities' outputs as samples of one set.
-
-    Args:
-        image: outputs of B items; None if it was not run.
-        text: likewise.
-        labels: float [B, C].
-    """
+    """Both modalities' outputs of B items, None if not run, as samples of one set, with their labels float [B, C]."""
     present = [out for out in (image, text) if out is not None]
     logits = [out.logits for out in present if out.logits is not None]
     return Samples(
@@ -58,20 +52,14 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
 
 @dataclass(frozen=True)
 class EveryLabelledBatch(training.Work):
-    """One step per batch with a loss of the batch's outputs and labels.
+    """One step per batch with a loss of the batch's outputs and labels."""
 
-    Args:
-        local: the silo.
-        batch_size: the scenario's batch size.
-        loss: returns the loss from a batch's image and text outputs, None for a modality the silo lacks, float labels
-            [B, C], and the task's generator.
-        rows: int64 [n], the silo's items to train on; None trains on all.
-    """
-
-    local: Local
-    batch_size: int
+    local: Local  # the silo
+    batch_size: int  # the scenario's batch size
+    # Returns the loss from a batch's image and text outputs, None for a modality the silo lacks, float labels [B, C],
+    # and the task's generator.
     loss: Callable[[Out | None, Out | None, Tensor, np.random.Generator], Tensor]
-    rows: training.I64 | None = None
+    rows: training.I64 | None = None  # int64 [n], the silo's items to train on; None trains on all
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[training.Step]:
         """One step per batch of a permutation; the last batch is kept."""

@@ -73,21 +73,14 @@ def anchor(z: Tensor, missing: Tensor) -> Tensor:
 
 
 def nearest_anchor(z: Tensor, missing: Tensor) -> Tensor:
-    """RCSR's eq 3 with several prototypes: pulls each sample towards its nearest one (not in the paper).
-
-    Args:
-        z: [B, d] embeddings of the modality the silo has.
-        missing: [J, d] prototypes of the other one.
-    """
+    """RCSR's eq 3 with several prototypes [J, d], not in the paper: pulls each row of z [B, d] to its nearest one."""
     return 1 - (unit(z) @ unit(missing).T).amax(1).mean()
 
 
 def prototype_regulariser(pairs: Sequence[tuple[Tensor, Tensor]], lambda_a: float) -> Tensor:
-    """First term of RCSR eq 4: (lambda_a / 2) * sum over available modalities of 1 - cos(local, global).
+    """First term of RCSR eq 4: (lambda_a / 2) * sum over available modalities of 1 - cos(local [d], global [d]).
 
-    Args:
-        pairs: (local [d], global [d]) prototypes of the modalities the silo has; at least one.
-        lambda_a: weight.
+    There is at least one pair of prototypes.
     """
     distances = [1 - cosine(local, shared) for local, shared in pairs]
     return 0.5 * lambda_a * torch.stack(distances).sum()

@@ -38,11 +38,9 @@ def fused(features: Sequence[Tensor]) -> Tensor:
 
 
 def spherical_kmeans(points: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine K-means from given centroids; an empty cluster keeps its centroid, and row c continues seed c.
+    """Cosine K-means of points [n, r] from given centroids [C, r], all normalised here.
 
-    Args:
-        points: [n, r], normalised here.
-        seeds: [C, r], normalised here.
+    An empty cluster keeps its centroid, and row c continues seed c.
 
     Returns:
         Centroids [C, r] of unit length, and the cluster int64 [n] of each point.
@@ -74,13 +72,7 @@ def random_kmeans(points: Tensor, classes: int, generator: np.random.Generator) 
 def local_memory(
     features: Sequence[Tensor], labels: Tensor, kind: Kind, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """A silo's memory P_k (FedCAFE section 3.2).
-
-    Args:
-        features: enhanced features V_E [n, r] of each modality the silo has.
-        labels: multi-hot [n, C].
-        kind: see :data:`Kind`.
-        generator: random generator that draws the initial centres.
+    """A silo's memory P_k (FedCAFE section 3.2), of V_E [n, r] of each modality and multi-hot labels [n, C].
 
     Returns:
         Centroids [C, r] and supports int64 [C]: samples per class, or per cluster if rows have no class. Rows of
@@ -113,16 +105,10 @@ def local_memory(
 def global_memory(
     rows: Tensor, support: Tensor, previous: Tensor, kind: Kind, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The global memory P_g from the silos' last memories.
+    """The global memory P_g from the silos' last memories [K, C, r] and their supports int64 [K, C].
 
-    K-means starts from the support-weighted class means of the silos' rows, so that row c remains class c.
-
-    Args:
-        rows: [K, C, r] memories.
-        support: int64 [K, C].
-        previous: [C, r] memory before; rows that no silo supports keep their values.
-        kind: see :data:`Kind`.
-        generator: random generator that draws the initial centres.
+    K-means starts from the support-weighted class means of the silos' rows, so that row c remains class c. Rows that no
+    silo supports keep their values in the previous memory [C, r].
 
     Returns:
         P_g [C, r], rows of unit length, and bool [C], which rows at least one silo supports.
@@ -200,9 +186,7 @@ def shares(differences_: Tensor, weight: Literal["linear", "softmax"], temperatu
 def capped(weights: Tensor, limits: Tensor) -> Tensor:
     """Weights [M] of sum 1 capped at limits [M], the excess redistributed to the others in proportion.
 
-    Args:
-        weights: [M].
-        limits: [M], at least 1 / M each, so that the weights can still sum to 1; infinite for no limit.
+    Limits are at least 1 / M each, so that the weights can still sum to 1; infinite for no limit.
     """
     at_limit, result = torch.zeros(len(weights), dtype=torch.bool), weights
     while not bool(at_limit.all()):

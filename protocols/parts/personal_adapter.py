@@ -51,13 +51,7 @@ class AdapterOptions:
 
 
 def correction(z: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """A_k(z) = W2 GELU(W1 z), the same adapter for both modalities (RCSR, section 4.5).
-
-    Args:
-        z: [B, d] embeddings.
-        first: W1 [h, d].
-        second: W2 [d, h].
-    """
+    """A_k(z) = W2 GELU(W1 z) of z [B, d], W1 [h, d], W2 [d, h]; one adapter for both modalities (RCSR, section 4.5)."""
     change: Tensor = functional.gelu(z @ first.T) @ second.T
     return change
 
@@ -111,16 +105,9 @@ def fine_tuned(
 ) -> Tensor:
     """Fine-tune the silo's adapter, float32 [2, h, d], on its samples with the shared model frozen.
 
-    Captions are drawn again in each epoch.
-
-    Args:
-        local: the silo; its model holds the locally trained parameters.
-        context: optimiser and batch size.
-        task: learning rate and seed.
-        options: width of the adapter, epochs and rate.
-        strength_: s_k.
-        parts: the silo's dataset, and its items that lack a modality, each with the loss of a batch's personalised
-            embeddings.
+    The model holds the locally trained parameters. Captions are drawn again in each epoch. ``strength_`` is s_k; the
+    parts are the silo's dataset, and its items that lack a modality, each with the loss of a batch's personalised
+    embeddings.
     """
     old = local.state.get(STATE)
     seed = torch_generator(context.seed, "personal", local.silo.name)

@@ -79,15 +79,10 @@ def last_encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
 
 
 def unsharpened(local: Local, image: Out | None, text: Out | None) -> training.Outs:
-    """A step's outputs with codes of sharpness 1, for comparison with codes computed outside training.
+    """A step's outputs with codes of sharpness 1, for comparison with codes outside training; None if not run.
 
     DJSRH and JDSH increase the sharpness of codes during training, while banks and prototypes hold codes of sharpness
     1. Comparing the two would pull the inputs of tanh towards 0 even if they agree. Other bases' outputs are unchanged.
-
-    Args:
-        local: the silo.
-        image: output of its image tower; None if the tower was not run.
-        text: output of its text tower; None if the tower was not run.
     """
     return _plain(image, local.model.visual), _plain(text, local.model.text)
 
@@ -314,13 +309,7 @@ class PartialFedAvg(FederatedProtocol):
         return MergeResult(replace(merged, tensors=self.fedavg.anchoring.averaged(state.tensors, replies, weights)))
 
     def averaged(self, state: State, replies: Sequence[Update], weights: Tensor) -> State:
-        """The state with the weighted average of the shared layers' updates added.
-
-        Args:
-            state: state before the merge.
-            replies: replies in the fixed silo order.
-            weights: float64 [M], sum 1.
-        """
+        """The state with the average of the shared layers' updates, by weights float64 [M] of sum 1, added."""
         before = aggregation.extract(state.theta, self.context.layout, self.shared)
         after = aggregation.merge_updates(before, replies, weights, self.branches, self.fedavg.options.branch_renorm)
         return self._inserted(state, after)
@@ -343,13 +332,9 @@ class PartialFedAvg(FederatedProtocol):
         weights: Tensor,
         merged: Callable[[State, Sequence[Update], Tensor], MergeResult],
     ) -> WeightedSum:
-        """:meth:`averaged` as a secure sum.
+        """:meth:`averaged` as a secure sum, of replies with reports.
 
-        Args:
-            state: state before the merge.
-            replies: replies in the fixed order of silos, with reports.
-            weights: float64 [M], sum 1.
-            merged: gives the merge's result from the averaged state, the replies in the sum and their weights.
+        ``merged`` gives the merge's result from the averaged state, the replies in the sum and their weights.
         """
         before = aggregation.extract(state.theta, self.context.layout, self.shared)
 

@@ -222,14 +222,8 @@ def with_sum(
 ) -> WeightedSum:
     """A secure sum of updates that also adds the silos' prototypes, if the layout has them, with the same weights.
 
-    Args:
-        weighted: the sum of the updates.
-        before: the tensors before the merge.
-        replies: M of them, with reports.
-        layout: what the sum adds.
-        ema: see :func:`protocols.parts.aggregation.decay_at_merge`, like ``cohort``.
-        cohort: see ``ema``.
-        unit_length: see :func:`updated`.
+    Replies have reports; ``before`` are the tensors before the merge. For ``ema`` and ``cohort`` see
+    :func:`protocols.parts.aggregation.decay_at_merge`, for ``unit_length`` :func:`updated`.
     """
     if ModalityPrototypes not in layout.rows:
         return weighted

@@ -39,11 +39,9 @@ _BLOCK = 1 << 16
 
 
 def norm_bound_factors(norms: F64, bound: float | None) -> F64:
-    """min(1, c / ||Δ_k||) of each update [M] (norm thresholding, Sun et al. 2019, section 4).
+    """min(1, c / ||Δ_k||) of each update, of their L2 norms [M] (norm thresholding, Sun et al. 2019, section 4).
 
-    Args:
-        norms: L2 norms [M].
-        bound: c; None uses the median norm of the silos that trained.
+    Without a bound c it is the median norm of the silos that trained.
     """
     limit = float(np.median(norms)) if bound is None else bound
     return np.divide(limit, norms, out=np.ones_like(norms), where=norms > limit)
@@ -58,11 +56,7 @@ def coordinate_median(updates: F64) -> F64:
 def trimmed_mean(updates: F64, trim: float) -> F64:
     """Coordinate-wise mean of updates [M, n] without the ⌊trim M⌋ smallest and largest (Yin et al. 2018, def. 2).
 
-    At least one is cut at either end, because with few updates the paper's formula cuts none.
-
-    Args:
-        updates: updates, at least 3.
-        trim: below 0.5.
+    At least one of three or more is cut at either end, because with few updates the paper's formula cuts none.
     """
     cut = max(1, math.floor(trim * len(updates) + 1e-9))
     ranked = np.sort(updates, axis=0)
@@ -71,16 +65,10 @@ def trimmed_mean(updates: F64, trim: float) -> F64:
 
 
 def krum_scores(distances: F64, byzantine: int) -> F64:
-    """Krum's scores: squared distances of each update to its M - f - 2 nearest (Blanchard et al. 2017, sec. 4).
+    """Krum's scores [M]: squared distances of each update to its M - f - 2 nearest (Blanchard et al. 2017, sec. 4).
 
     Uses the mean instead of the sum: the ranking is the same, without favouring updates comparable with fewer others.
-
-    Args:
-        distances: squared distances [M, M]; NaN if two updates share no module and cannot be compared.
-        byzantine: f.
-
-    Returns:
-        [M]; infinite for an update that cannot be compared with any other.
+    Squared distances [M, M] are NaN if two updates share no module; an update that shares none has the score infinity.
     """
     scores = np.full(len(distances), math.inf)
     for k, row in enumerate(distances):
@@ -97,15 +85,10 @@ def multi_krum(scores: F64, keep: int) -> list[int]:
 
 
 def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]], modules: Mapping[str, slice]) -> F64:
-    """Mean squared distance per coordinate of each pair of updates over the modules that both trained.
+    """Mean squared distance per coordinate of each pair of updates float32 [P] over what both trained: [M, M].
 
-    Args:
-        updates: M updates float32 [P].
-        active: which silos trained each module, bool [M].
-        modules: each module's slice.
-
-    Returns:
-        [M, M]; NaN for pairs that share no module.
+    NaN for pairs that share no module. ``active`` bool [M] says which silos trained a module, ``modules`` has its
+    slice.
     """
     count = len(updates)
     total, size = np.zeros((count, count)), np.zeros((count, count))

@@ -310,14 +310,7 @@ def logits(p: Mapping[str, Tensor], tokens: Tensor, generator: torch.Generator |
 
 # --------------------------------------------------------------------------- inputs
 def geometry(delta: Tensor, previous: Tensor | None, visual: slice, text: slice, samples: int) -> Tensor:
-    """Four statistics of an update (RCSR, released code).
-
-    Args:
-        delta: [P] the update.
-        previous: [P] the silo's previous update; None the first time.
-        visual: the image branch's range.
-        text: the text branch's range.
-        samples: n_k.
+    """Four statistics of an update [P] (RCSR, released code), with the silo's previous one, None the first time.
 
     Returns:
         [4]: ||Δ||, ||Δ_visual|| / (||Δ_text|| + 1e-8), cos(Δ, Δ_previous) or 0, ||Δ|| / sqrt(n_k).
@@ -443,19 +436,12 @@ def loss(weights: Tensor, filled: Tensor, mask: Tensor, target: Tensor, options:
 # --------------------------------------------------------------------------- one step of Adam
 @dataclass(frozen=True)
 class Adam:
-    """Adam's state over a flat buffer.
+    """Adam's state over a flat buffer."""
 
-    Args:
-        values: [R] parameters.
-        first: [R] mean of gradients.
-        second: [R] mean of squared gradients.
-        steps: number of steps so far.
-    """
-
-    values: Tensor
-    first: Tensor
-    second: Tensor
-    steps: int
+    values: Tensor  # [R] parameters
+    first: Tensor  # [R] mean of gradients
+    second: Tensor  # [R] mean of squared gradients
+    steps: int  # number of steps so far
 
 
 def adam_step(state: Adam, gradient: Tensor, rate: float) -> Adam:
@@ -473,19 +459,12 @@ def adam_step(state: Adam, gradient: Tensor, rate: float) -> Adam:
 # ------------------------------------------------------------------------------------------------------- statistics
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of M silos, in silo order.
+    """Statistics of M silos, in silo order."""
 
-    Args:
-        prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
-        mask: bool [M, 2], which prototypes are real.
-        geometry: float32 [M, 4], see :func:`geometry`.
-        losses: float64 [M].
-    """
-
-    prototypes: Tensor
-    mask: Tensor
-    geometry: Tensor
-    losses: Tensor
+    prototypes: Tensor  # float32 [M, 2, d], zero for modalities the silo lacks
+    mask: Tensor  # bool [M, 2], which prototypes are real
+    geometry: Tensor  # float32 [M, 4], see :func:`geometry`
+    losses: Tensor  # float64 [M]
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,8 @@ class _Received:
 def objective(mixes: Tensor, target: Tensor, options: router.RcsrOptions) -> Tensor:
     """The router's loss without the entropy (RCSR eqs 8 and 9), as a function of the sums over silos.
 
-    Args:
-        mixes: [3, 1 + d], of both prototypes and of the directions: the sum of the weights, and the weighted sum.
-        target: [2, d] global prototypes.
-        options: weights and switches.
+    ``mixes`` [3, 1 + d] are, of both prototypes and of the directions, the sum of the weights and the weighted sum; the
+    global prototypes are [2, d].
     """
     distance = 1 - cosine(mixes[:2, 1:], target)
     mixed, aim = mixes[2, 1:] / mixes[2, 0].clamp_min(EPSILON), unit(target[0] - target[1])
@@ -133,12 +131,6 @@ class SiloRouter:
         self, found: Measured, silo: SiloFacts, task: Task, before: Mapping[str, Tensor]
     ) -> tuple[tuple[Delta, RouterSums], dict[str, Tensor]]:
         """The silo's weighted update and rows, and the personal tensor that it keeps for the next task.
-
-        Args:
-            found: what it has measured.
-            silo: the silo.
-            task: its task.
-            before: its personal tensors.
 
         Raises:
             RemoteWireError: the task is of another router.

@@ -41,14 +41,11 @@ def affinity(features: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------- batch features
 def batch_features(local: Local, step_rows: training.I64, caption: training.I64 | None) -> tuple[Tensor, Tensor]:
-    """Image and text features [B, d_i] and [B, d_t] of a batch; a missing modality is replaced by the other one.
+    """Image and text features [B, d_i] and [B, d_t] of a batch, given by its rows int64 [B].
 
-    For a single-modality silo, a weighted similarity of both modalities thus becomes that of its modality.
-
-    Args:
-        local: the silo.
-        step_rows: int64 [B].
-        caption: int64 [n], the caption index of every item; None if the silo has no text.
+    The other modality replaces a missing one. For a single-modality silo, a weighted similarity of both modalities thus
+    becomes that of its modality. ``caption`` int64 [n] is the caption index of every item; None if the silo has no
+    text.
     """
     rows = torch.from_numpy(step_rows)
     image = text = None
@@ -89,18 +86,13 @@ def _both(image: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------- training that reconstructs a similarity
 @dataclass(frozen=True)
 class Reconstruction(training.Work):
-    """One step per batch towards the batch's similarity; the sharpness of codes grows with every epoch.
+    """One step per batch towards the batch's similarity; the sharpness of codes grows with every epoch."""
 
-    Args:
-        local: the silo.
-        settings: batch size and epochs.
-        target: computes the similarity [B, B] from image and text features [B, d_i] and [B, d_t].
-        loss: returns the loss from image and text codes [B, r], None for a modality the silo lacks, and the similarity.
-    """
-
-    local: Local
-    settings: Training
+    local: Local  # the silo
+    settings: Training  # batch size and epochs
+    # Computes the similarity [B, B] from image and text features [B, d_i] and [B, d_t].
     target: Callable[[Tensor, Tensor], Tensor]
+    # Returns the loss from image and text codes [B, r], None for a modality the silo lacks, and the similarity.
     loss: Callable[[Tensor | None, Tensor | None, Tensor], Tensor]
 
     @property

@@ -52,19 +52,12 @@ _TASK, _ORDER, _DROPOUT, _MODEL, _SUMS = "task", "order", "dropout", "model", "s
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Result of local epochs.
+    """Result of local epochs."""
 
-    Args:
-        delta: float32 [P] on the CPU, exactly zero outside the trained branches.
-        loss: mean over all samples of all epochs; 0 if nothing was trained.
-        last_loss: mean over the last epoch.
-        steps: optimiser steps of each trained branch.
-    """
-
-    delta: Tensor
-    loss: float
-    last_loss: float
-    steps: Mapping[str, int] = field(default_factory=dict)
+    delta: Tensor  # float32 [P] on the CPU, exactly zero outside the trained branches
+    loss: float  # mean over all samples of all epochs; 0 if nothing was trained
+    last_loss: float  # mean over the last epoch
+    steps: Mapping[str, int] = field(default_factory=dict)  # optimiser steps of each trained branch
 
 
 def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np.random.Generator:
@@ -75,13 +68,8 @@ def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np
 def batches(size: int, batch_size: int, generator: np.random.Generator, least: int = 1) -> Iterator[I64]:
     """Rows of each batch of one permutation; the last batch is kept, however small.
 
-    Public code drops it, so that a silo with fewer samples than one batch never trains.
-
-    Args:
-        size: number of items.
-        batch_size: items per batch.
-        generator: generator of the permutation.
-        least: a smaller last batch is joined to the batch before it. If there is none, the items are left out.
+    Public code drops it, so that a silo with fewer samples than one batch never trains. A last batch of fewer than
+    ``least`` items is joined to the one before it; if there is none, the items are left out.
     """
     order = generator.permutation(size)
     starts = range(0, size, batch_size)[: batch_count(size, batch_size, least)]
@@ -115,12 +103,9 @@ def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
 
 
 def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, Tensor | None]:
-    """Embeddings [B, d] of some rows in the silo's modalities.
+    """Embeddings [B, d] of some rows int64 [B] in the silo's modalities.
 
-    Args:
-        local: the silo.
-        rows: int64 [B].
-        caption: int64 [n], the caption index of every item; None if the silo has no text.
+    ``caption`` int64 [n] is the caption index of every item; None if the silo has no text.
     """
     return codes(*outputs(local, rows, caption))
 
@@ -140,12 +125,8 @@ def outputs_of_all(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Outputs [n, d] of the current model on all the silo's items, on the CPU, without gradient.
 
-    Args:
-        local: the silo.
-        caption: int64 [n], the caption index of every item; None if the silo has no text.
-        chosen: selects one of a tower's outputs, [B, d].
-        block: items per forward pass.
-        runs: towers to run.
+    ``caption`` as in :func:`embed`; ``chosen`` selects one of a tower's outputs, [B, d]; ``block`` is the number of
+    items per forward pass, and ``runs`` are the towers to run.
 
     Returns:
         Outputs of images and of texts; None for a modality that the silo lacks or whose tower is not run.
@@ -168,27 +149,19 @@ def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step of local training, requested by a base loss.
+    """One optimiser step of local training, requested by a base loss."""
 
-    Args:
-        rows: int64 [B], the silo's items in the batch.
-        caption: int64 [n], the caption index of every item; None if the silo has no text.
-        loss: returns the loss of the batch.
-        runs: towers to run on the batch; towers of modalities that the silo lacks are skipped.
-        trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
-        main: whether the method's extra terms are added; true for one step per batch.
-        items: the dataset that ``rows`` and ``caption`` index; None for the silo's.
-        backward: computes the step's loss with a method's extra terms, and the gradient that the model then has; None
-            for :func:`backward`.
-    """
-
-    rows: I64
-    caption: I64 | None
-    loss: OutLoss
+    rows: I64  # int64 [B], the silo's items in the batch
+    caption: I64 | None  # int64 [n], the caption index of every item; None if the silo has no text
+    loss: OutLoss  # returns the loss of the batch
+    # Towers to run on the batch; towers of modalities that the silo lacks are skipped.
     runs: tuple[Modality, ...] = MODALITIES
+    # Branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
     trains: tuple[str, ...] = ("image", "text", "shared")
-    main: bool = True
-    items: SiloDataset | None = None
+    main: bool = True  # whether the method's extra terms are added; true for one step per batch
+    items: SiloDataset | None = None  # the dataset that ``rows`` and ``caption`` index; None for the silo's
+    # Computes the step's loss with a method's extra terms, and the gradient that the model then has; None for
+    # :func:`backward`.
     backward: Callable[[Step, Extra | None], Tensor] | None = None
 
 
@@ -216,19 +189,12 @@ def batches_of(work: Work, size: int, batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class EveryBatch(Work):
-    """The default: one step per batch of a permutation, with one random caption per item and epoch.
+    """The default: one step per batch of a permutation, with one random caption per item and epoch."""
 
-    Args:
-        local: the silo.
-        batch_size: the scenario's batch size.
-        loss: returns the loss from a batch's embeddings.
-        least: number of items from which on a batch has a loss, see :func:`batches`; 2 for a contrast.
-    """
-
-    local: Local
-    batch_size: int
-    loss: LossFunction
-    least: int = 1
+    local: Local  # the silo
+    batch_size: int  # the scenario's batch size
+    loss: LossFunction  # returns the loss from a batch's embeddings
+    least: int = 1  # number of items from which on a batch has a loss, see :func:`batches`; 2 for a contrast
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """One step per batch; the last batch is kept."""
@@ -264,14 +230,7 @@ def categories(local: Local, context: Context) -> int:
 
 
 def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
-    """Tower outputs of some rows in the silo's modalities.
-
-    Args:
-        local: the silo.
-        rows: int64 [B].
-        caption: int64 [n], the caption index of every item; None if the silo has no text.
-        runs: towers to run.
-    """
+    """Outputs of the towers ``runs`` that the silo has, of some rows int64 [B]; ``caption`` as in :func:`embed`."""
     index = torch.from_numpy(rows)
     share, model = local.dataset, local.model
     image = text = None
@@ -382,15 +341,8 @@ def train_epoch(
 ) -> tuple[int, bool]:
     """Take the steps of one epoch.
 
-    Args:
-        local: the silo.
-        steps: steps of the epoch.
-        optimisers: optimisers by branch.
-        base: float32 [P], as for :func:`train_epochs`.
-        change: float32 [P], overwritten.
-        sums: float64 [] sum of losses so far, updated in place; number of samples; whether theta may differ from base.
-        extra: as for :func:`train_epochs`.
-        lambda_s: likewise.
+    Other arguments are as of :func:`train_epochs`; ``change`` float32 [P] is overwritten, and ``sums`` holds the sum of
+    losses so far, float64 [], updated in place, the number of samples, and whether theta may differ from base.
 
     Returns:
         The number of samples so far, and whether theta may differ from base.

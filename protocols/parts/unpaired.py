@@ -39,12 +39,7 @@ def beside(
 ) -> Work | None:
     """A silo's training on pairs together with that on unpaired items; ``pairs`` itself without any of those.
 
-    Args:
-        pairs: the work on the dataset; None if there is nothing to minimise.
-        local: the silo.
-        context: context of the run.
-        task: seeds the order of the unpaired items.
-        work_of: the work on one of :func:`views`; None if it has nothing to minimise yet.
+    Either is None if it has nothing to minimise (yet); ``work_of`` gives the work on one of :func:`views`.
     """
     parts = tuple((view, work) for view in views(local) if (work := work_of(view)) is not None)
     if not parts:

@@ -63,9 +63,7 @@ def _words(key: str) -> set[str]:
 def meaning(key: str, tra: bool = False) -> tuple[str, Role] | None:
     """The part (``all`` or a split) and the role of an array, from the words of its name; None if the role is unknown.
 
-    Args:
-        key: name of the array.
-        tra: whether the file also has arrays of a part ``tra``: then ``tr`` is the database, as in LtCMH's files.
+    If the file also has arrays of a part ``tra``, ``tr`` is the database, as in LtCMH's files.
 
     >>> meaning("train_imgs_labels"), meaning("I_te"), meaning("YAll")
     (('train', 'labels'), ('test', 'image'), ('all', 'text'))

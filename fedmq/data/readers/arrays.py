@@ -68,11 +68,7 @@ def _flat_labels(stored: Stored, n: int) -> Array:
 
 
 def _labels(by_role: StoredByRole, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:
-    """``labels`` and ``label_names`` of all parts; empty if there are no labels.
-
-    Raises:
-        InputError: only some parts have labels, or their lengths, kinds or widths differ.
-    """
+    """``labels`` and ``label_names`` of all parts, whose kinds and widths must be equal; empty without labels."""
     stored_labels = [stored for (_, role), stored in by_role.items() if role == "labels"]
     if not stored_labels:
         return {}

@@ -214,9 +214,6 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
 
     Photos and captions outside the lists are skipped: the release has about 90 such photos, and captions of a photo
     that it lacks, ``2258277193_586949ec62.jpg.1``.
-
-    Raises:
-        InputError: a list or the image folder is missing, or a line is malformed.
     """
     images, captions = _image_folder(data, folder), _captions(tokens)
     keys: list[str] = []

@@ -211,17 +211,9 @@ def _with_absent(path: Path, arrays: Mapping[str, Array]) -> Mapping[str, Array]
 def checked(
     path: Path, arrays: Mapping[str, Array], seed: int, column: str | None = None, *, merge: bool = False
 ) -> FeatureSet:
-    """Validate arrays with the keys of :func:`read_features`, from any kind of file.
+    """Validate arrays with the keys of :func:`read_features`, from any kind of file; errors as there.
 
-    Args:
-        path: the file, for error messages.
-        arrays: arrays by key.
-        seed: seed of the split if ``arrays`` has none.
-        column: further key by whose values the partition distributes the items.
-        merge: join rows with the same image to one item, if the file does not name its items.
-
-    Raises:
-        InputError: as :func:`read_features`.
+    ``merge`` joins rows with the same image to one item, if the file does not name its items. Seed and column as there.
     """
     arrays = _with_absent(path, arrays)
     n = len(arrays["image"]) if arrays["image"].ndim else 0

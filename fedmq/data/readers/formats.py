@@ -87,11 +87,7 @@ def in_quarantine(function: Callable[..., T], path: Path, *arguments: object, pl
 
 
 def list_arrays(path: Path, also: str = "split") -> list[Stored]:
-    """List the arrays of a file without reading them.
-
-    Args:
-        path: the file.
-        also: name of an array that is listed whatever it holds, e.g. a cell array of strings.
+    """List the arrays of a file without reading them, and ``also`` whatever it holds, e.g. a cell array of strings.
 
     Raises:
         InputError: the file is missing, truncated or unreadable.

@@ -148,12 +148,9 @@ def _folder() -> Path:
 
 
 def render_svg(svg: Path | str, size: int, place: str) -> Pixels:
-    """Render an SVG on a white square, centred if it is not square: uint8 [size, size, 3], RGB.
+    """Render an SVG, its file or its text, on a white square, centred if it is not square: uint8 [size, size, 3], RGB.
 
-    Args:
-        svg: its file, or its text.
-        size: edge length [pixels], 1 to 4096.
-        place: name of the data set, for errors.
+    The edge length is 1 to 4096 pixels; ``place`` is the name of the data set, for errors.
 
     Raises:
         InputError: a package is missing, or the size is out of range.

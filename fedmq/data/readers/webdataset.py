@@ -165,12 +165,7 @@ def _archives(data: Data) -> list[Path]:
 
 
 def _members(tar: Path) -> Iterator[Member]:
-    """The regular files in an archive, without those that macOS adds.
-
-    Raises:
-        InputError: it is not an uncompressed tar file, is truncated, or has links, devices or paths that lead out of
-            it.
-    """
+    """The regular files in an archive, without those that macOS adds; errors as of :func:`list_members`."""
     for name, start, size in quarantine.read(list_members, tar, place=str(tar), allowed=_ALLOWED, files=[tar]):
         if not any(map(is_leftover, PurePosixPath(name).parts)):
             yield Member(tar, name, start, size)

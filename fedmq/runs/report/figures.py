@@ -278,11 +278,9 @@ def staleness(merges: Sequence[MergeLine]) -> Figure | None:
 
 
 def interval(recall: float, items: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a mean R@1, as if all queries of both directions were independent.
+    """Wilson's 95 % interval of a mean R@1 of both directions, as if all their queries were independent.
 
-    Args:
-        recall: mean of both directions.
-        items: number of queries of the direction that has fewer.
+    ``items`` is the number of queries of the direction that has fewer.
     """
     n, z = 2 * max(1, items), 1.96
     middle, half = recall + z * z / (2 * n), z * math.sqrt(recall * (1 - recall) / n + z * z / (4 * n * n))

@@ -55,24 +55,16 @@ class Figure:
         self.layout: dict[str, object] = {"xaxis": self.x, "yaxis": self.y, "height": height}
 
     def draw(self, kind: str, **trace: Any) -> None:
-        """Add a trace.
-
-        Args:
-            kind: type of the trace in plotly.js, such as ``scatter``.
-            trace: attributes of the trace; lists or arrays of numbers, text or None.
-        """
+        """Add a trace of a type of plotly.js, such as ``scatter``, with attributes: lists of numbers, text or None."""
         self.traces.append({"type": kind, **trace})
         if self.x["title"] == {"text": "round"}:
             rounds = [place for drawn in self.traces for place in cast("list[float]", drawn["x"])]
             self.x["dtick"] = 1 if max(rounds, default=0) <= _MOST_TICKS else None
 
     def choose(self, choices: Sequence[tuple[str, Sequence[object]]], method: str, *, right: bool = False) -> None:
-        """Add a menu above the figure, unless there is only one choice.
+        """Add a menu above the figure, at the left or the right edge, unless there is only one choice.
 
-        Args:
-            choices: label and arguments for plotly.js, that of the figure as drawn first.
-            method: ``restyle`` or ``update``.
-            right: at the right edge instead of the left.
+        A choice is a label and the arguments for plotly.js's method, ``restyle`` or ``update``; the first is as drawn.
         """
         if len(choices) > 1:
             side = {"x": 1, "xanchor": "right"} if right else {"x": 0, "xanchor": "left"}

@@ -241,12 +241,10 @@ class LoggedFacts:
 
 
 def read_logs(folder: RunFolder, progress: Progress | None = None, *, damaged: bool = True) -> LoggedFacts:
-    """Read the message logs of a run.
+    """Read the message logs of a run; without logs, there are no facts.
 
-    Args:
-        folder: its folder; without logs, there are no facts.
-        progress: called with the megabytes that are read, for large logs; None shows nothing.
-        damaged: leave out lines that are not records (``fedmq audit`` names them); otherwise refuse them.
+    The progress of large logs is in megabytes. Lines that are not records, which ``fedmq audit`` names, are left out if
+    ``damaged``.
 
     Raises:
         InputError: a log cannot be read, or is damaged where that is refused.

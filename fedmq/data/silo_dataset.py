@@ -43,13 +43,9 @@ class SiloRows:
 
 
 def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRows:
-    """Sort a silo's items by their modalities.
+    """Sort a silo's items, int64 [m], by their modalities.
 
-    Args:
-        rows: int64 [m], the silo's items.
-        present: bool [n, 2], of all items of the data set.
-        image: whether the silo has images.
-        text: whether the silo has captions.
+    ``present`` bool [n, 2] is that of all items of the data set; ``image`` and ``text`` say what the silo has.
     """
     has_image, has_text = _usable(rows, present, image=image, text=text)
     neither = ~(has_image | has_text)

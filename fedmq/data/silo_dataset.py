@@ -98,11 +98,7 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
 def validation_split(rows: I64, share: float, seed: int, silo: str) -> tuple[I64, I64]:
     """Divide a silo's pairs into those that methods train on and those that ``training.validation`` holds out.
 
-    Args:
-        rows: int64 [m], the silo's pairs, ascending.
-        share: fraction to hold out; 0 in a silo that lacks a modality.
-        seed: the scenario's seed.
-        silo: the silo's name.
+    The rows are int64 [m], ascending; ``share`` is the fraction to hold out, 0 in a silo that lacks a modality.
 
     Returns:
         Rows for training, of which at least one remains, and rows that are held out; int64, ascending.

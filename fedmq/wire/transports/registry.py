@@ -81,23 +81,17 @@ def connect(
 
 
 def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> SharedConnection:
-    """Open a connection for many peers of this process; arguments and errors as for :func:`connect`.
+    """Open a connection for many peers of this process, to a listener with the prefix ``shared+``.
 
-    Args:
-        uri: URI of a listener with the prefix ``shared+``.
-        max_frame: maximum size of an accepted frame [bytes].
-        queue: messages queued per direction, for all peers together.
+    The queue's messages are those of all peers together; other arguments and errors as for :func:`connect`.
     """
     return SharedConnection(connect(uri.removeprefix(SHARED), max_frame=max_frame, queue=queue))
 
 
 def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
-    """Check the form of a URI before it is used.
+    """Check the form of a URI for :func:`listen` or :func:`connect` before it is used.
 
-    Args:
-        uri: as for :func:`listen` or :func:`connect`.
-        place: where the URI was given, for the error, e.g. ``"--bind"``.
-        listening: whether it is for :func:`listen`.
+    ``place`` is where it was given, for the error, e.g. ``"--bind"``.
 
     Raises:
         InputError: an unknown scheme or a malformed URI.

@@ -166,11 +166,8 @@ class SecureSums:
     ) -> None:
         """Continue with what silos sent in a stage, in the fixed order of silos; nothing of it ends the sum.
 
-        Args:
-            action: the stage.
-            answers: what the silos sent in it.
-            states: the states that are kept, by version.
-            merged: number of each silo's replies that were merged before.
+        ``states`` are those that are kept, by version, ``merged`` the numbers of each silo's replies that were merged
+        before.
         """
         stage, version = action.stage, action.round
         if stage is Stage.TRAIN:

@@ -33,11 +33,7 @@ class Clock(Protocol):
         ...
 
     def utc(self, at: float | None = None) -> str:
-        """Real date and time, ISO 8601 with milliseconds, for logs.
-
-        Args:
-            at: a time of the stopwatch [s]; None for now.
-        """
+        """Real date and time, ISO 8601 with milliseconds, for logs, at a time of the stopwatch [s]; None for now."""
         ...
 
     def pause(self, seconds: float) -> None:

@@ -119,12 +119,8 @@ class SecureSums:
     ) -> tuple[Payload, ...]:
         """Keep the parts of a reply that go through the sum, and report on them instead.
 
-        Args:
-            version: of the model that the silo trained.
-            payloads: the reply, clipped but without noise.
-            layout: what the sum adds.
-            silo: this silo.
-            privacy: the scenario's options, with the clipping norm of this round.
+        The reply is clipped but without noise; the version is that of the model that the silo trained. ``privacy`` has
+        the clipping norm of this round.
 
         Raises:
             RunError: a value is not finite, or larger than a sum allows.

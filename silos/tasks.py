@@ -186,10 +186,7 @@ class Silo:
                 return (self.measure(message),)
 
     def check_budget(self, tasks: int) -> None:
-        """Refuse a task whose reply would pass the silo's privacy budget.
-
-        Args:
-            tasks: number of different tasks that the silo was sent in the run, this one included.
+        """Refuse the last of ``tasks`` different tasks of a run if its reply would pass the silo's privacy budget.
 
         Raises:
             RunError: there are too many.

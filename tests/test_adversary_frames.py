@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedmq.wire.payloads import Delta
-from fedmq.wire.transports import memory, registry
+from fedmq.wire.transports import builtin, registry
 from fedmq.wire.transports.base import Connection, Listener, Transport
 from tests.threaded_run import resolved, run
 
@@ -29,12 +29,12 @@ def tapped(captured: list[bytes]) -> Transport:
         return opened
 
     def listen(uri: str, max_frame: int, queue: int) -> Listener:
-        listener: Listener = end(memory.TRANSPORT.listen(uri.replace("tapped", "memory"), max_frame, queue))
+        listener: Listener = end(builtin.MEMORY.listen(uri.replace("tapped", "memory"), max_frame, queue))
         listener.uri = uri
         return listener
 
     def dial(uri: str, max_frame: int, queue: int) -> Connection:
-        connection: Connection = end(memory.TRANSPORT.connect(uri.replace("tapped", "memory"), max_frame, queue))
+        connection: Connection = end(builtin.MEMORY.connect(uri.replace("tapped", "memory"), max_frame, queue))
         return connection
 
     return Transport("tapped://NAME", lambda *_: None, listen, dial)

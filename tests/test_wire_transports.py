@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.wire import transports
-from fedmq.wire.transports import memory, registry
+from fedmq.wire.transports import builtin, registry
 from fedmq.wire.transports.base import Connection, Listener
-from fedmq.wire.transports.registry import check_uri, connect, connect_shared, listen, register, schemes
+from fedmq.wire.transports.registry import check_uri, connect, connect_shared, listen, register
 from fedmq.wire.transports.shared_connections import beat_patience
 from tests import queue_transport
 from tests.waiting import memory_uri, wait_for
@@ -173,7 +173,7 @@ def test_a_connection_may_start_before_its_listener(scheme: str, tmp_path: Path)
 # ---------------------------------------------------------------------------------------------------------- ZeroMQ
 def raw_socket(kind: int, uri: str) -> zmq.Socket[bytes]:
     """A raw ZeroMQ socket without this project's rules; unbound and unconnected."""
-    context = memory.endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
+    context = builtin.memory_endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
     return context.socket(kind)
 
 
@@ -183,7 +183,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
 ) -> None:
     uri = URIS[scheme](tmp_path)
     listener, raw = listen(uri), raw_socket(zmq.DEALER, uri)
-    raw.connect(memory.endpoint(uri).name if scheme == "memory" else listener.uri)
+    raw.connect(builtin.memory_endpoint(uri).name if scheme == "memory" else listener.uri)
     for frames in ([b"one"], [b"one", b"two", b"three"], [b"one"] * 50):
         raw.send_multipart(frames)
         with pytest.raises(RemoteWireError) as caught:
@@ -195,7 +195,7 @@ def test_a_message_of_the_wrong_number_of_frames_is_refused_at_both_ends_and_the
     listener.close()
     uri = f"ipc://{tmp_path}/other" if scheme == "ipc" else URIS[scheme](tmp_path)
     raw = raw_socket(zmq.ROUTER, uri)
-    raw.bind(memory.endpoint(uri).name if scheme == "memory" else uri)
+    raw.bind(builtin.memory_endpoint(uri).name if scheme == "memory" else uri)
     connection = connect(uri if scheme == "memory" else raw.getsockopt_string(zmq.LAST_ENDPOINT))
     assert connection.send(MESSAGE, SOON)
     peer, *_ = raw.recv_multipart()
@@ -351,7 +351,7 @@ def test_importing_the_modules_creates_no_zeromq_context_and_no_other_module_imp
         for path in (root / package).rglob("*.py")
         if "import zmq" in (text := path.read_text(encoding="utf-8")) or "from zmq" in text
     }
-    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_connection_admission", "_zeromq", "memory")}
+    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_connection_admission", "_zeromq", "builtin")}
 
 
 @pytest.fixture
@@ -370,14 +370,14 @@ def test_an_installed_package_offers_a_scheme_which_is_registered_once(offered: 
     offered("ours", f"{queue_transport.__name__}:TRANSPORT")
     with pytest.raises(InputError, match=r"memory://NAME.* or ours://\.\.\."):
         check_uri("theirs://x", "--bind")
-    assert "ours" not in schemes()
+    assert "ours" not in registry.TRANSPORTS
     listener = listen("ours://x")
-    assert "ours" in schemes()
+    assert "ours" in registry.TRANSPORTS
     assert isinstance(listener, queue_transport.QueueListener)
     listener.close()
     for scheme, said in (("tcp", "registered"), ("ours", "registered"), ("Two words", "not a URI scheme")):
         with pytest.raises(ValueError, match=said):
-            register(scheme, memory.TRANSPORT)
+            register(scheme, builtin.MEMORY)
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,7 @@ def unit_rows(rows: npt.NDArray[np.floating]) -> F64:
 
 
 def area(members: F64, others: F64) -> float:
-    """Area under the ROC curve, a higher score meaning member.
-
-    Args:
-        members: [m] scores, m at least 1.
-        others: [n] scores, n at least 1.
-    """
+    """Area under the ROC curve of scores [m] of members and [n] of others, at least one each; higher means member."""
     from sklearn.metrics import roc_auc_score  # noqa: PLC0415 - a second to import
 
     truth = np.concatenate([np.ones(len(members)), np.zeros(len(others))])
@@ -163,10 +158,6 @@ def components(members: F64, others: F64) -> tuple[F64, F64]:
     """Contribution of each item to the area under the ROC curve (DeLong et al., Biometrics 1988).
 
     Computed from midranks (Sun and Xu, "Fast Implementation of DeLong's Algorithm", IEEE SPL 2014).
-
-    Args:
-        members: [m] scores.
-        others: [n] scores.
 
     Returns:
         [m]: for each member, the fraction of the others below it; [n]: for each other, the fraction of the members
@@ -223,10 +214,7 @@ def compared(
 def probe(release: Release, *, pooled: bool = False, progress: Progress | None = None) -> Probe:
     """Test a released model with the items it was trained on and those it was evaluated on.
 
-    Args:
-        release: the run.
-        pooled: its method trains on the data of all silos in one place.
-        progress: called with (what, done, total).
+    ``pooled`` says that the method trains on the data of all silos in one place.
 
     Raises:
         OtherModelError: the parameters are not the released ones.

@@ -124,10 +124,8 @@ class PayloadProbe:
 def probe_payloads(release: Release, progress: Progress | None = None, *, shadows: int = 0) -> PayloadProbe:
     """Attack the captured payloads of a run.
 
-    Args:
-        release: the run.
-        shadows: even number of shadow silos to train for each silo; with 0 the attacks that need them are left out.
-        progress: called with (what, done, total).
+    ``shadows`` is an even number of shadow silos to train for each silo; with 0 the attacks that need them are left
+    out.
 
     Raises:
         InputError: the run has no captured payloads, they are damaged or do not fit the model, or its data are not on

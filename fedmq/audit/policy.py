@@ -340,12 +340,7 @@ class PolicyGuard:
             yield WithheldBy.BYTES_IN_ALL, None, f"{message} of {size:,} bytes {text}"
 
     def __call__(self, message: Message, size: int) -> Refusal | None:
-        """What forbids a message, which is counted as sent if nothing does.
-
-        Args:
-            message: message to be sealed.
-            size: total size of all its frames [bytes].
-        """
+        """What forbids a message whose frames have ``size`` bytes together; it is counted as sent if nothing does."""
         if all(payload.KIND == Refusal.KIND for payload in message.payloads):
             return None
         kind = message.header.kind.value

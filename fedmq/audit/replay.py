@@ -308,11 +308,7 @@ def sites_of(
 ) -> dict[str, Site]:
     """The sites of all processes of a run, by name, after checking that their data are those of the run.
 
-    Args:
-        run: the run.
-        folder: its folder.
-        files: a site file of each silo, and of the evaluator if the run has one.
-        progress: called with (what, done, total) while data are read.
+    ``files`` has a site file of each silo, and of the evaluator if the run has one.
 
     Raises:
         InputError: a file's data are not what a process stated, or those of a process are missing.

@@ -175,12 +175,7 @@ def table(audit: Audit) -> str:
 
 
 def write_report(audit: Audit, verdict: Verdict, to: Path) -> tuple[Path, Path]:
-    """Write ``audit.html`` and ``audit.csv``.
-
-    Args:
-        audit: the audit of the run.
-        verdict: its last sentences.
-        to: folder of the files; may be the run folder, which others may have made.
+    """Write ``audit.html`` and ``audit.csv``, with the verdict, into a folder, which others may have made.
 
     Raises:
         InputError: the folder cannot be written.

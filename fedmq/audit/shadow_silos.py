@@ -167,12 +167,7 @@ def whole_change(model: TwoTower, values: Array, layers: Sequence[str] | None) -
 
 
 def likelihoods(image: F32, text: F32) -> F64:
-    """Log-likelihood [n] of each pair among n: that the image finds its caption and the caption its image, as a mean.
-
-    Args:
-        image: float32 [n, d].
-        text: float32 [n, d].
-    """
+    """Log-likelihood [n] that the image and the caption of n pairs, float32 [n, d] each, find each other, as a mean."""
     logits = unit_rows(image) @ unit_rows(text).T / TEMPERATURE
     found: F64 = logits.diagonal() - (logsumexp(logits, axis=0) + logsumexp(logits, axis=1)) / 2
     return found

@@ -45,10 +45,9 @@ def counts_of(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dic
 
 
 def label_divergences(counts: Sequence[Array]) -> list[float | None]:
-    """Jensen-Shannon divergence [bits, 0 to 1] of each silo's labels from those of all silos together.
+    """Jensen-Shannon divergence [bits, 0 to 1] of each silo's labels from those of all together; None without labels.
 
-    Args:
-        counts: for each silo, int64 [L], its number of items with each label.
+    ``counts`` has int64 [L] for each silo, its number of items with each label.
 
     Returns:
         The divergence of each silo; None for a silo without labels.

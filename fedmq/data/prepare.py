@@ -103,14 +103,9 @@ def prepare(
 ) -> Prepared:
     """Prepare a data set, or reuse its prepared folder from the cache; safe to call from several processes.
 
-    Args:
-        data: the scenario's data section.
-        backbone: frozen encoders; ``features`` if the data set already consists of features.
-        cache: cache folder; None means :func:`cache_folder`.
-        seed: seed of random weights.
-        progress: receives progress while encoding.
-        device: device of the frozen encoders.
-        before: called before features are extracted; not if they are cached or come from a file.
+    The backbone is ``features`` if the data set already consists of features; the cache is by default
+    :func:`cache_folder`, and the seed is that of random weights. ``before`` is called before features are extracted;
+    not if they are cached or come from a file.
 
     Raises:
         InputError: data and backbone are incompatible, or the data or the weights are invalid.

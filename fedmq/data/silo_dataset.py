@@ -43,13 +43,9 @@ class SiloRows:
 
 
 def silo_rows(rows: I64, present: Present, *, image: bool, text: bool) -> SiloRows:
-    """Sort a silo's items by their modalities.
+    """Sort a silo's items, int64 [m], by their modalities.
 
-    Args:
-        rows: int64 [m], the silo's items.
-        present: bool [n, 2], of all items of the data set.
-        image: whether the silo has images.
-        text: whether the silo has captions.
+    ``present`` bool [n, 2] is that of all items of the data set; ``image`` and ``text`` say what the silo has.
     """
     has_image, has_text = _usable(rows, present, image=image, text=text)
     neither = ~(has_image | has_text)
@@ -102,11 +98,7 @@ def without_dropped(present: Present, train: I64, missing: MissingModality, run_
 def validation_split(rows: I64, share: float, seed: int, silo: str) -> tuple[I64, I64]:
     """Divide a silo's pairs into those that methods train on and those that ``training.validation`` holds out.
 
-    Args:
-        rows: int64 [m], the silo's pairs, ascending.
-        share: fraction to hold out; 0 in a silo that lacks a modality.
-        seed: the scenario's seed.
-        silo: the silo's name.
+    The rows are int64 [m], ascending; ``share`` is the fraction to hold out, 0 in a silo that lacks a modality.
 
     Returns:
         Rows for training, of which at least one remains, and rows that are held out; int64, ascending.

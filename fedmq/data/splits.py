@@ -69,10 +69,8 @@ def split_in(name: str) -> str:
 def splits_of_names(paths: Sequence[Sequence[str]]) -> tuple[list[str] | None, str]:
     """The split of each item by the names of its file and folders, at the first level that has a train and a test part.
 
-    Without a test part, ``val`` is the test part, as in COCO.
-
-    Args:
-        paths: [n] names of folders, from the outermost, and of the file where that holds many items.
+    Without a test part, ``val`` is the test part, as in COCO. ``paths`` [n] has the names of folders, from the
+    outermost, and of the file where that holds many items.
 
     Returns:
         Names [n], empty for an item outside of the parts, or None if names say no split; and a remark, possibly empty.

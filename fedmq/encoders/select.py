@@ -65,13 +65,9 @@ def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
 
 
 def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
-    """The image encoder of a backbone.
+    """The image encoder of a backbone other than ``features``; the seed is that of random weights.
 
-    Args:
-        backbone: the scenario's backbone section; not ``features``.
-        seed: seed of random weights.
-        cache: folder of shared weights.
-        device: device of the encoder; lite always computes on the CPU.
+    Lite always computes on the CPU.
 
     Raises:
         InputError: the model, tag or file is unknown, or a package is missing.

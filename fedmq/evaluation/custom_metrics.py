@@ -120,10 +120,7 @@ def unmeasured(
 ) -> dict[str, list[str]]:
     """User-defined metrics without a value, and for whose items, by name.
 
-    Args:
-        measures: measures of the run.
-        evaluation: the scenario's options of evaluation.
-        measured: whose items, the values, and whether the items are a whole split.
+    ``measured`` says whose items, the values, and whether the items are a whole split.
     """
     lacking: dict[str, dict[str, None]] = {}
     for whose, values, whole in measured:

@@ -51,10 +51,6 @@ def comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.n
     Codes have many ties, which are broken by index. Without shuffling, all captions of an image would rank together.
     Embeddings do not tie, and all except DSCMR's already have unit length.
 
-    Args:
-        items: embeddings or codes.
-        seed: seed of the shuffling.
-
     Returns:
         images [n, d], captions [m, d], and the image of each caption int64 [m].
     """
@@ -140,12 +136,8 @@ def rank(
 def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
     """Recall within consecutive folds of ``size`` items, averaged over the full folds.
 
-    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000.
-
-    Args:
-        items: the evaluated items, at least ``size``.
-        size: number of items in a fold.
-        seed: seed of the order within a fold, which breaks ties.
+    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000. There are at least ``size`` items;
+    the seed gives the order within a fold, which breaks ties.
 
     Returns:
         ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...

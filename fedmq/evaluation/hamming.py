@@ -31,10 +31,7 @@ def sign(values: Array) -> npt.NDArray[np.int8]:
 
 
 def pack(values: Array) -> Packed:
-    """Pack the signs of real numbers, or codes in {-1, +1}, into bits.
-
-    Args:
-        values: [n, bits]; 0 counts as +1.
+    """Pack the signs of real numbers [n, bits], 0 counting as +1, or codes in {-1, +1}, into bits.
 
     Returns:
         uint8 [n, ceil(bits / 8)].
@@ -55,11 +52,7 @@ def words(packed: Packed) -> Words:
 
 
 def distances(query: Words, database: Words) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
-    """Hamming distances of one code to the codes of a database.
-
-    Args:
-        query: [W], one column of :func:`words`.
-        database: [W, n], from :func:`words`.
+    """Hamming distances of one code [W] to the codes of a database [W, n], both columns of :func:`words`.
 
     Returns:
         [n], uint8 if it can hold the largest distance, else uint16.
@@ -85,11 +78,7 @@ def shared(query: Words, database: Words) -> npt.NDArray[np.bool_]:
 
 
 def hamming(queries: Array, database: Array) -> npt.NDArray[np.int64]:
-    """Hamming distances between two sets of codes.
-
-    Args:
-        queries: [Q, bits], or packed uint8 [Q, bytes].
-        database: [n, bits], or packed uint8 [n, bytes].
+    """Hamming distances of codes [Q, bits] to codes [n, bits], or of packed ones, uint8 [Q, bytes] and [n, bytes].
 
     Returns:
         int64 [Q, n].

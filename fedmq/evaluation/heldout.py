@@ -28,12 +28,7 @@ _BATCH = 256
 
 
 def embed(encoders: Encoders, items: SiloDataset, *, binary: bool) -> Embedded:
-    """Embed every image and every caption.
-
-    Args:
-        encoders: encoders of the model.
-        items: with both modalities.
-        binary: the model computes hash codes.
+    """Embed every image and every caption of items with both modalities; a ``binary`` model computes hash codes.
 
     Raises:
         ValueError: a modality is missing.

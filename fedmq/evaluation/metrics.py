@@ -380,11 +380,7 @@ def _built_in(name: str) -> Metric | None:
 
 
 def metric_of(name: str, custom: Sequence[Metric] = ()) -> Metric:
-    """The entry of a metric.
-
-    Args:
-        name: e.g. ``map_at50_i2t``.
-        custom: entries of user-defined metrics.
+    """The entry of a metric, e.g. ``map_at50_i2t``; ``custom`` has those of user-defined metrics.
 
     Raises:
         InputError: there is no such metric; the error suggests similar names.
@@ -407,12 +403,7 @@ def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) 
 
 
 def higher_is_better(column: str, custom: Sequence[Metric] = ()) -> bool:
-    """Whether larger values of a metric, or of a summary value, are better.
-
-    Args:
-        column: e.g. ``mean_r1``, ``personal.mean_r1``, ``fairness.std_r1``, ``bytes.up``.
-        custom: entries of user-defined metrics.
-    """
+    """Whether larger values of a metric, or of a summary value such as ``bytes.up``, are better."""
     if column.startswith(_COSTS):
         return False
     name = column.rpartition(".")[2]
@@ -455,10 +446,7 @@ def objection(
 ) -> str | None:
     """What is wrong with values that another process reported; None if they are valid.
 
-    Args:
-        values: values by name.
-        custom: entries of user-defined metrics.
-        names: allowed names; None allows all known ones.
+    ``names`` are the allowed ones; None allows all known ones, those of ``custom`` included.
     """
     allowed = None if names is None else frozenset(names)
     for name, value in values.items():

@@ -79,10 +79,7 @@ class Evaluator:
 
     @span("evaluate")
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
-        """Evaluate a model.
-
-        Args:
-            payloads: the model, and the other payloads that its inference needs.
+        """Evaluate a model, which comes with the other payloads that its inference needs.
 
         Raises:
             RemoteWireError: no model, or more than one.
@@ -150,13 +147,9 @@ def run_evaluator(
     measured: Callable[[], None] = lambda: None,
     identity: Identity | None = None,
 ) -> None:
-    """Run the evaluator until the coordinator sends a stop.
+    """Run the evaluator until the coordinator sends a stop; ``measured`` is called after each evaluation.
 
-    Args:
-        arguments: how the evaluator is started.
-        logger: the log for operators; None opens that of the arguments.
-        measured: called after each evaluation.
-        identity: its name and key; None loads the key from its folder.
+    Without a logger it opens that of the arguments, without an identity it loads the key from its folder.
 
     Raises:
         InputError: a key or the data cannot be read or is invalid.

@@ -42,9 +42,7 @@ def first_of_rows(vectors: Array) -> I64 | None:
 def tied(scores: npt.NDArray[Any], first: I64 | None) -> npt.NDArray[Any]:
     """Make the scores [Q, N] of equal gallery rows equal, in place: a matrix product may round by a row's place.
 
-    Args:
-        scores: products with the gallery's rows.
-        first: :func:`first_of_rows` of the gallery.
+    ``first`` is :func:`first_of_rows` of the gallery.
     """
     if first is not None:
         repeated = np.flatnonzero(first != np.arange(len(first)))
@@ -279,10 +277,7 @@ def chance_std(value: float, items: Sequence[int]) -> float:
     """Standard deviation of R@1 over silos that is expected by chance if the model is equally good for all silos.
 
     The binomial error of the mean of both directions, as if all queries were independent: sqrt(mean of p (1 - p) / 2n).
-
-    Args:
-        value: p, mean R@1 over silos.
-        items: n, number of held-out items of each silo, at least one each.
+    p is ``value``, the mean R@1 over silos, n the number of held-out items of each silo, at least one.
     """
     return math.sqrt(value * (1 - value) * float(np.mean([1 / (2 * n) for n in items])))
 

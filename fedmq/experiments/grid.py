@@ -363,12 +363,8 @@ def grown(plan: ComparisonPlan, chosen: Mapping[str, Sequence[str] | None], reso
     """The plan with further candidates if a chosen value is at the edge of its grid; None if there are none to add.
 
     A row with such a value also tries the next value beyond the edge, with its other choices. The other rows try the
-    same number of values between a chosen one and its neighbours, so that all rows have equally many trials.
-
-    Args:
-        plan: the plan.
-        chosen: the selected settings of each row, by name; None if none could be selected.
-        resolve: refuses values that are not allowed; these are not tried.
+    same number of values between a chosen one and its neighbours, so that all rows have equally many trials. A row has
+    no chosen settings if none could be selected. Values that ``resolve`` refuses are not tried.
     """
     more, rows = dict[str, list[tuple[str, ...]]](), [entry for entry in plan.entries if len(entry.candidates) > 1]
     selecting = [(entry, choice) for entry in rows if (choice := chosen[entry.name]) is not None]

@@ -73,11 +73,7 @@ def normal(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray
 def uniform(source: int | bytes, path: tuple[str | int, ...], values: npt.NDArray[Any], count: int) -> F64:
     """Uniform numbers in (0, 1], float64 [count].
 
-    Args:
-        source: source of the numbers, see :func:`transform`.
-        path: name of the draw.
-        values: what the draw is for; a secret gives others for other values.
-        count: how many.
+    The draw has a name, and is for some values: a secret source, see :func:`transform`, gives others for other values.
     """
     if isinstance(source, int):
         return 1.0 - seeds.numpy_generator(source, "privacy", *path).random(count)
@@ -231,12 +227,7 @@ def epsilon_of(spent: float, delta: float, *, sums: bool = False) -> float:
 
 
 def step_sampling(training: Training, items: int) -> tuple[float, int]:
-    """With ``privacy.items``: the probability that a local step takes a group, and the number of steps of a task.
-
-    Args:
-        training: batch size and local epochs.
-        items: n, number of the silo's training items.
-    """
+    """With ``privacy.items`` and n training items: the probability that a step takes a group, and a task's steps."""
     return min(1.0, training.batch_size / items), training.local_epochs * -(-items // training.batch_size)
 
 
@@ -316,11 +307,7 @@ def affordable_tasks(
 ) -> dict[int, int] | None:
     """Numbers of tasks, up to ``most``, that silos may answer within ``privacy.budget``; None without a budget.
 
-    Args:
-        scenario: the scenario.
-        uploads: payload kinds that each silo sends; all of them count for every silo.
-        items: numbers of training items of silos; the keys of the result.
-        most: largest number of interest.
+    All of the uploaded kinds count for every silo. The keys of the result are numbers of training items.
     """
     if (budget := scenario.privacy.budget) is None:
         return None

@@ -112,12 +112,7 @@ def nominal_bytes(layout: Layout, options: UpdateCompression | ModelCompression)
 
 
 def check_uploads(scenario: Scenario, uploads: Sequence[frozenset[type[Payload]]], *, exact: bool) -> None:
-    """Refuse clipping and compression with a method whose silos send no update, or need theirs to be exact.
-
-    Args:
-        scenario: the scenario.
-        uploads: kinds of payload that each silo uploads.
-        exact: the method needs updates as they were trained.
+    """Refuse clipping and compression with a method whose silos send no update, or need theirs to be ``exact``.
 
     Raises:
         InputError: clipping or compression does not apply to the method.

@@ -47,7 +47,7 @@ from fedmq.wire.keys import Identity, fingerprint, load_accepted, load_identity,
 from fedmq.wire.log_records import MessageRecord, read_log
 from fedmq.wire.messages import COORDINATOR, WIRE_VERSION, Kind
 from fedmq.wire.payloads import Payload, tensor_bytes
-from fedmq.wire.transports.tcp import unknown_host
+from fedmq.wire.transports.builtin import unknown_host
 from protocols.parts.aggregation import shortened, updating
 from silos.tasks import Silo, SiloArguments
 

@@ -89,10 +89,7 @@ def size_of(payloads: Sequence[Payload]) -> int:
 def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
     """Carry out the first rounds of a run, at most three, until a time limit, without faults and secure sums.
 
-    Args:
-        run: the run.
-        population: its data and their partition.
-        most: a silo with more items trains on this many of each kind, and its time is extrapolated.
+    A silo with more items than ``most`` trains on this many of each kind, and its time is extrapolated.
 
     Raises:
         FedmqError: a task failed, or the run would be refused.
@@ -131,11 +128,8 @@ def rehearse(run: ResolvedRun, population: Population, most: int) -> Rehearsal:
 def part_of(population: Population, scenario: Scenario, most: int, evaluated: int) -> Population:
     """A population with a part of its data; every silo keeps items of each kind that it trains on.
 
-    Args:
-        population: the whole data.
-        scenario: its scenario.
-        most: maximum number of items of each kind (pairs, images only, captions only) that a silo keeps; at least 1.
-        evaluated: number of items to which the evaluated split, and the gallery, are reduced if they are larger.
+    It keeps at most ``most`` items, at least 1, of each kind (pairs, images only, captions only). The evaluated split,
+    and the gallery, are reduced to ``evaluated`` items if they are larger.
     """
     train = []
     for silo in population.silos:
@@ -229,13 +223,9 @@ def check_warnings(run: ResolvedRun, population: Population, merges: int, most: 
     """Warn of tasks of a single step, a method that is FedAvg, options without effect, and sums of two silos.
 
     The first rounds are carried out with all parts of the method switched on from the start, then with FedAvg, and then
-    without each option that the scenario sets. Everything that is sent and stored is compared.
-
-    Args:
-        run: the scenario.
-        population: its data.
-        merges: number of merges to carry out, at least two; with 0, because tasks take too long, nothing is compared.
-        most: a silo with more items trains on this many of each kind.
+    without each option that the scenario sets. Everything that is sent and stored is compared. At least two merges are
+    carried out; with 0, because tasks take too long, nothing is compared. A silo with more items than ``most`` trains
+    on this many of each kind.
     """
     steps = _steps(run.scenario, population)
     if steps == {1}:

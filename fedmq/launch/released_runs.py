@@ -44,14 +44,9 @@ _DIGITS = 12  # of a digest in an error
 def open_run_model(
     root: Path, device: str | None, silo: str | None, progress: Progress | None = None, site: Path | None = None
 ) -> Release:
-    """Open a finished run for retrieval.
+    """Open a finished run for retrieval: its shared model, or the personal one of a silo.
 
-    Args:
-        root: the run folder.
-        device: None takes the scenario's.
-        silo: the silo whose personal model to use; None uses the shared model.
-        progress: called while data are prepared.
-        site: the silo's site file, for a personal model of a run on sites' own data.
+    The device is by default the scenario's. A personal model of a run on sites' own data needs the silo's site file.
 
     Raises:
         InputError: the run is not finished, has no trained shared model, or no such silo, or the silo has no trained

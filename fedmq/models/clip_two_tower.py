@@ -81,13 +81,7 @@ def build(
 ) -> TwoTower:
     """The model with adapters in its blocks; trainable parameters are not yet initialised.
 
-    Args:
-        backbone: the scenario's backbone section.
-        inputs: shapes and dtypes of the prepared data.
-        seed: the scenario's seed, used for random frozen weights.
-        device: device of the model.
-        modalities: modalities whose frozen towers are loaded.
-        cache: folder of the shared frozen weights; None means ``cache_folder()``.
+    The seed is that of random frozen weights; only the frozen towers of ``modalities`` are loaded.
 
     Raises:
         InputError: the model has no transformer blocks, or the data are not pixels and token ids of its size.

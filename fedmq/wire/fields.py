@@ -57,12 +57,9 @@ def shown(value: object) -> str:
 
 
 def all_finite(array: npt.NDArray[Any]) -> bool:
-    """Whether a floating-point array has neither NaN nor infinity; integer arrays are finite.
+    """Whether an array of float16, float32 or float64 has neither NaN nor infinity; integer arrays are finite.
 
     It makes one pass in blocks, and stops at the first bad block.
-
-    Args:
-        array: any shape; float16, float32, float64 or an integer type.
     """
     if array.dtype.kind != "f":
         return True

@@ -20,8 +20,8 @@ from fedmq.wire.messages import ANY_RUN, COORDINATOR, WIRE_VERSION, Kind, Messag
 from fedmq.wire.payloads import Error, RunStatus
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports.base import Connection, ConnectionRefusal
+from fedmq.wire.transports.builtin import unknown_host
 from fedmq.wire.transports.registry import connect
-from fedmq.wire.transports.tcp import unknown_host
 from fedmq.wire.transports.tickets import ConnectionKeys
 
 

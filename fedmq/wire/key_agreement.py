@@ -103,13 +103,9 @@ def initiator_secrets(ephemeral: Ephemeral, fields: Mapping[str, Any]) -> tuple[
 
 
 def derive_keys(transcript: bytes, x25519_secret: bytes, mlkem_secret: bytes, *, initiator: bool) -> SessionKeys:
-    """Derive one side's keys of a session (HKDF-SHA256, RFC 5869).
+    """Derive one side's keys of a session (HKDF-SHA256, RFC 5869) from two secrets of 32 bytes.
 
-    Args:
-        transcript: 32 bytes, the digest of hello and welcome.
-        x25519_secret: 32 bytes.
-        mlkem_secret: 32 bytes.
-        initiator: whether the side is the initiator's.
+    The transcript is the digest of hello and welcome, 32 bytes.
     """
 
     def derive(label: bytes, length: int) -> bytes:

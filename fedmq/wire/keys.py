@@ -129,12 +129,7 @@ def _read_private(path: Path, allowed: str, most: int | None = None) -> bytes:
 
 
 def identity_of(name: str, raw: bytes, path: Path) -> Identity:
-    """A process's identity from the content of its private key's file.
-
-    Args:
-        name: the process's name.
-        raw: an Ed25519 private key in PKCS8 PEM.
-        path: the file, for the error message.
+    """A process's identity from the content of its private key's file, an Ed25519 private key in PKCS8 PEM.
 
     Raises:
         InputError: it is another content, or encrypted with another passphrase.

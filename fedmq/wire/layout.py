@@ -159,10 +159,7 @@ class Layout:
         return {}
 
     def views(self, buffer: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
-        """The parameters by name, as views of ``buffer``: nothing is copied, and they are writable if the buffer is.
-
-        Args:
-            buffer: float32 [P], contiguous, :attr:`nbytes` bytes.
+        """The parameters by name, as views of a buffer float32 [P], contiguous: writable if it is, nothing is copied.
 
         Raises:
             LocalWireError: the buffer's size is not :attr:`nbytes`.
@@ -210,12 +207,7 @@ def agree(received: Layout | None, expected: Layout) -> None:
 
 
 def require_layout(layouts: Mapping[str, Layout], digest: str, buffer: npt.NDArray[Any]) -> Layout:
-    """Return the agreed layout that a peer's payload names, after checking that the payload's buffer fits it.
-
-    Args:
-        layouts: agreed layouts by digest.
-        digest: the payload's layout digest.
-        buffer: the payload's buffer, 1-D.
+    """Return the agreed layout whose digest a peer's payload has, after checking that its buffer, 1-D, fits.
 
     Raises:
         RemoteWireError: reason ``layout``: unknown digest, or a buffer of another size.

@@ -182,9 +182,7 @@ class SignatureRecord(_Record):
 def signed_statement(run: str, record: Mapping[str, object]) -> bytes:
     """The bytes that a process signs: the run, and the record of the signature, which holds the log's head.
 
-    Args:
-        run: the run's name.
-        record: the record; its ``hash`` and ``signature`` are left out.
+    ``hash`` and ``signature`` of the record are left out.
     """
     return f"fedmq log 1\n{run}\n".encode() + canonical(
         {name: value for name, value in record.items() if name not in ("hash", "signature")}
@@ -307,9 +305,7 @@ def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
 def read_records(path: Path, *, damaged: bool) -> Iterator[tuple[LogRecord, int]]:
     """Read the records of a log, each with the size of the log up to its end [bytes].
 
-    Args:
-        path: the log.
-        damaged: leave out lines that are not records; otherwise, only an incomplete last line may be left out.
+    ``damaged`` leaves out lines that are not records; otherwise only an incomplete last line may be left out.
 
     Raises:
         InputError: the file cannot be read, a line is too long, or one is damaged where that is refused.

@@ -90,9 +90,8 @@ def only_masked(
 ) -> Callable[[Message, int], Refusal | None]:
     """A channel's rule (see ``fedmq.wire.channel``) that lets no update or class rows leave in clear.
 
-    Args:
-        forbidden: the rule of the site's policy; None if it has none.
-        report: called with one line on what is withheld.
+    ``forbidden`` is the rule of the site's policy, if it has one; ``report`` is called with one line on what is
+    withheld.
     """
 
     def rule(message: Message, size: int) -> Refusal | None:

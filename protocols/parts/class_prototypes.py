@@ -175,14 +175,11 @@ def updated(
     max_age: int | None,
     weighted: bool,
 ) -> dict[str, Tensor]:
-    """Table and global prototypes after a merge; replies older than their silo's entry are ignored.
+    """Table and global prototypes after a merge of replies in the fixed silo order.
 
-    Args:
-        tensors: from :func:`initial` or an earlier merge.
-        replies: replies in the fixed silo order, each with its prototypes.
-        version: version of the model before this merge.
-        max_age: maximum age of entries in use, in versions; None sets no limit.
-        weighted: see :func:`global_means`.
+    The table is from :func:`initial` or an earlier merge. Replies older than their silo's entry are ignored; entries
+    older than ``max_age`` versions are not in use. ``version`` is that of the model before this merge; ``weighted`` as
+    in :func:`global_means`.
     """
     sent = [(as_tensor(each.prototypes), as_tensor(each.counts)) for _, each in replies]
     values = {TABLE: [rows for rows, _ in sent], COUNTS: [counts for _, counts in sent]}

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 from fedmq.errors import InputError
 from fedmq.profiling import span
-from fedmq.wire.transports import ipc, memory, tcp
+from fedmq.wire.transports import builtin
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 from fedmq.wire.transports.shared_connections import SHARED, SharedConnection, SharedListener
 from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
@@ -20,8 +20,8 @@ from fedmq.wire.transports.tickets import ConnectionKeys, ListenerKeys
 GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-#: The transports registered in this process, by scheme.
-TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "shm": ipc.SHARES_MEMORY, "memory": memory.TRANSPORT}
+#: The transports registered in this process, by scheme, without entry points that have not been loaded yet.
+TRANSPORTS = {"tcp": builtin.TCP, "ipc": builtin.IPC, "shm": builtin.SHM, "memory": builtin.MEMORY}
 
 
 def register(scheme: str, transport: Transport) -> None:
@@ -35,11 +35,6 @@ def register(scheme: str, transport: Transport) -> None:
     if scheme in TRANSPORTS:
         raise ValueError(f"the scheme {scheme} is already registered")
     TRANSPORTS[scheme] = transport
-
-
-def schemes() -> tuple[str, ...]:
-    """The schemes registered in this process, without entry points that have not been loaded yet."""
-    return tuple(TRANSPORTS)
 
 
 @span("start")
@@ -86,23 +81,17 @@ def connect(
 
 
 def connect_shared(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> SharedConnection:
-    """Open a connection for many peers of this process; arguments and errors as for :func:`connect`.
+    """Open a connection for many peers of this process, to a listener with the prefix ``shared+``.
 
-    Args:
-        uri: URI of a listener with the prefix ``shared+``.
-        max_frame: maximum size of an accepted frame [bytes].
-        queue: messages queued per direction, for all peers together.
+    The queue's messages are those of all peers together; other arguments and errors as for :func:`connect`.
     """
     return SharedConnection(connect(uri.removeprefix(SHARED), max_frame=max_frame, queue=queue))
 
 
 def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
-    """Check the form of a URI before it is used.
+    """Check the form of a URI for :func:`listen` or :func:`connect` before it is used.
 
-    Args:
-        uri: as for :func:`listen` or :func:`connect`.
-        place: where the URI was given, for the error, e.g. ``"--bind"``.
-        listening: whether it is for :func:`listen`.
+    ``place`` is where it was given, for the error, e.g. ``"--bind"``.
 
     Raises:
         InputError: an unknown scheme or a malformed URI.

@@ -74,11 +74,7 @@ class SharedConnection:
         self._unanswered: set[bytes] = set()
 
     def branch(self, number: int) -> Branch:
-        """Open a branch.
-
-        Args:
-            number: 0 to :data:`MAX_BRANCHES` - 1, not in use yet.
-        """
+        """Open a branch that is not in use yet, of number 0 to :data:`MAX_BRANCHES` - 1."""
         mark = number.to_bytes(_NUMBER_BYTES, "big")
         branch = self._branches[mark] = Branch(self, mark, self._inner)
         return branch

@@ -50,7 +50,7 @@ def test_every_line_of_an_audit_fits_eighty_columns_and_no_figure_reads_like_non
     assert max(map(len, shown.splitlines())) <= 80
     assert "loss: numbers only" in " ".join(shown.split())
     assert "loss 0" not in shown
-    assert "Each log is signed by its process" in " ".join(shown.split())
+    assert "each log is signed by its process" in " ".join(shown.split())
 
 
 def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
@@ -74,6 +74,15 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
     for text in (*(row["kind"] for row in rows), outcome, "What holds", "Not proven", *audit.records):
         assert text in shown
     assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
+
+
+def test_an_audit_ends_with_short_lines_on_the_terminal_and_the_page(run: Path) -> None:
+    found = audited(run)[1]
+    for part, title in ((found["holds"], "What holds:"), (found["not_proven"], "Not proven:")):
+        first, *lines = part.splitlines()
+        assert first == title and len(lines) > 2 and all(line.startswith("- ") for line in lines)
+        assert max(map(len, lines)) <= 170
+        assert all(line in (run / "audit.html").read_text() for line in lines if "'" not in line)
 
 
 def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path, tmp_path: Path) -> None:

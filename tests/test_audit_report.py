@@ -171,6 +171,8 @@ def test_the_audit_lists_refusals_expulsions_and_changes_of_data_of_each_site(tm
         log.note(LogEvent.JOINED, peer="silo-00")
         log.refused("silo-00", "replay", "again", 100)
         log.note(LogEvent.EXPELLED, peer="silo-00")
+        for version in (0, 1):
+            log.note(LogEvent.BRANCH_LEFT_ALONE, version=version, branch="image", why="a largest weight of 1.000")
     with MessageLog(tmp_path / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         log.start(Identity("silo-00", KEYS["silo-00"]), {}, replace(FACTS, data="other"))
     events = [(event.what, event.times, event.notable) for event in audit_run(tmp_path).events]
@@ -178,6 +180,7 @@ def test_the_audit_lists_refusals_expulsions_and_changes_of_data_of_each_site(tm
         ("joined", 1, False),
         ("a message of it was refused: replay", 2, True),
         ("expelled: its key was removed or replaced", 1, True),
+        ("a secure sum left image unchanged", 2, True),
         ("other data declared than before: other, not d", 1, True),
     ):
         assert event in events, events

@@ -235,6 +235,8 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         but = ", except for the last records of each log" if audit.ends else ""
         holds.append("each log is signed by its process and anchored in the logs of its peers")
         holds.append(f"so a change takes the keys of all {len(audit.records)} processes{but}")
+    if audit.through_sums and audit.compared:
+        holds.append("updates left the silos masked only, and each silo signed its keys of each secure sum")
     if evidence.heads:
         holds.append("the heads are the noted ones: nothing was changed since the heads were noted")
     return Verdict(_lines("What holds", holds), _lines("Not proven", [*_doubts(audit, evidence)]))

@@ -68,7 +68,7 @@ def test_payloads_without_noise_are_named_for_silos_only(folder: Path) -> None:
     audit = audited(
         message("coordinator", ("model", "m"), kind=Kind.TASK),
         message("evaluator", ("metrics", "e")),
-        message("silo-01", ("loss", "l"), ("delta", "d"), ("loss", "k")),
+        message("silo-01", ("loss", "l"), ("delta", "d"), ("loss", "k"), ("sealed_shares", "s")),
         message("silo-02", ("error", "x"), kind=Kind.ERROR),
     )
     silos = account(folder, audit, 1e-5).silos

@@ -50,7 +50,7 @@ def test_every_line_of_an_audit_fits_eighty_columns_and_no_figure_reads_like_non
     assert max(map(len, shown.splitlines())) <= 80
     assert "loss: numbers only" in " ".join(shown.split())
     assert "loss 0" not in shown
-    assert "Each log is signed by its process" in " ".join(shown.split())
+    assert "each log is signed by its process" in " ".join(shown.split())
 
 
 def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
@@ -74,6 +74,15 @@ def test_the_audit_writes_a_page_and_a_table_of_the_flows(run: Path) -> None:
     for text in (*(row["kind"] for row in rows), outcome, "What holds", "Not proven", *audit.records):
         assert text in shown
     assert not re.search(r"(src|href)=", shown)  # it needs nothing from elsewhere
+
+
+def test_an_audit_ends_with_short_lines_on_the_terminal_and_the_page(run: Path) -> None:
+    found = audited(run)[1]
+    for part, title in ((found["holds"], "What holds:"), (found["not_proven"], "Not proven:")):
+        first, *lines = part.splitlines()
+        assert first == title and len(lines) > 2 and all(line.startswith("- ") for line in lines)
+        assert max(map(len, lines)) <= 170
+        assert all(line in (run / "audit.html").read_text() for line in lines if "'" not in line)
 
 
 def test_missing_logs_make_an_audit_incomplete_not_contradictory(run: Path, tmp_path: Path) -> None:
@@ -162,6 +171,8 @@ def test_the_audit_lists_refusals_expulsions_and_changes_of_data_of_each_site(tm
         log.note(LogEvent.JOINED, peer="silo-00")
         log.refused("silo-00", "replay", "again", 100)
         log.note(LogEvent.EXPELLED, peer="silo-00")
+        for version in (0, 1):
+            log.note(LogEvent.BRANCH_LEFT_ALONE, version=version, branch="image", why="a largest weight of 1.000")
     with MessageLog(tmp_path / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         log.start(Identity("silo-00", KEYS["silo-00"]), {}, replace(FACTS, data="other"))
     events = [(event.what, event.times, event.notable) for event in audit_run(tmp_path).events]
@@ -169,6 +180,7 @@ def test_the_audit_lists_refusals_expulsions_and_changes_of_data_of_each_site(tm
         ("joined", 1, False),
         ("a message of it was refused: replay", 2, True),
         ("expelled: its key was removed or replaced", 1, True),
+        ("a secure sum left image unchanged", 2, True),
         ("other data declared than before: other, not d", 1, True),
     ):
         assert event in events, events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 from fedmq.audit import sums
 from fedmq.audit.log_checks import audit_run
 from fedmq.audit.policy import check_policy, read_policy
+from fedmq.audit.report import Evidence, verdict
 from fedmq.audit.sums import SumChecks
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import load_accepted
@@ -96,6 +98,13 @@ def test_findings_about_sums(summed: Path, change: Change, found: str | None) ->
     keys = {name: {key.public_bytes_raw().hex()} for name, key in load_accepted(summed / "keys").items()}
     whats = [finding.what for finding in checks.findings(yaml.safe_load(folder.scenario.read_text()), keys)]
     assert (not whats) if found is None else any(found in what for what in whats)
+
+
+def test_the_audit_says_that_only_masked_updates_left(summed: Path, tmp_path: Path) -> None:
+    line = "- updates left the silos masked only, and each silo signed its keys of each secure sum"
+    assert line in verdict(audit_run(summed), Evidence()).holds.splitlines()
+    shutil.copytree(summed / "messages", tmp_path / "messages")
+    assert line not in verdict(audit_run(tmp_path), Evidence()).holds, "without a scenario this is not checked"
 
 
 def test_two_masked_updates_of_a_round_are_found(summed: Path) -> None:

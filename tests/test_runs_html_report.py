@@ -22,6 +22,7 @@ import protocols  # noqa: F401 - registers the objectives
 from coordinator.updates import merge_line
 from fedmq.api.results import write_report
 from fedmq.audit.log_checks import audit_run
+from fedmq.config.privacy import Privacy
 from fedmq.config.resolve import load
 from fedmq.encoders.image_sets import ImageFiles
 from fedmq.errors import InputError
@@ -293,6 +294,26 @@ def test_the_first_screen_says_the_peak_who_is_left_behind_and_what_failed(tiny:
     assert sent[1].endswith("down") and "clipped" in sent[2][-1]
     assert failed[1] == "3 tasks and 3 messages"
     assert failed[2] == ["4 of 7 tasks merged, 1 failed, 2 discarded.", "3 messages refused."]
+
+
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        ({}, "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."),
+        (
+            {"secure_aggregation": True},
+            "The coordinator learned weighted sums of the updates, and none of the updates.",
+        ),
+        (
+            {"secure_aggregation": True, "clip_norm": 1, "noise_multiplier": 4},
+            "The coordinator learned weighted sums of the updates, and none of the updates. Updates were clipped to "
+            "norm 1.0 and their sum was noised (multiplier 4.0). The noise comes from the scenario's seed, which "
+            "anyone may know. fedmq audit computes epsilon.",
+        ),
+    ],
+)
+def test_the_report_says_what_protected_the_updates(privacy: dict[str, Any], words: str) -> None:
+    assert Privacy.model_validate(privacy).in_words == words
 
 
 def test_traffic_is_stacked_by_kind_in_both_directions(photo_run: RunFolder) -> None:

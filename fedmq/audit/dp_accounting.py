@@ -21,7 +21,7 @@ from fedmq.runs.results import read_summary
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
-from fedmq.wire.payloads import MaskedUpdate
+from fedmq.wire.payloads import MaskedUpdate, RevealedShares, SealedShares
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
             continue
         version = record.header.base_version
         for (sent_as, _size), content in zip(record.payloads, record.digests, strict=False):
+            if sent_as in _SHARES:
+                continue
             through = audit.through_sums.get((silo, version), ()) if sent_as == MaskedUpdate.KIND else ()
             sent[silo] |= {(kind, record.header.sequence, version, content) for kind in through or (sent_as,)}
     by_name = sorted(sent.items())
@@ -106,6 +108,8 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 #: Kind of a payload, number and version of its task, and its digest.
 _Sent = tuple[str, int, int, str]
 _UPDATES = frozenset(update.KIND for update in UPDATES)
+#: Shares of secrets that are drawn at random, and so say nothing about data.
+_SHARES = {SealedShares.KIND, RevealedShares.KIND}
 
 
 def _of_silo(sent: Set[_Sent], privacy: Privacy, delta: float) -> Spent:

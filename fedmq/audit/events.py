@@ -184,6 +184,8 @@ class SiteEvents:
             case NoteRecord(event=LogEvent.STARTED | LogEvent.RESUMED):
                 with_version = f" with fedmq {version}" if (version := record.facts.get("program")) else ""
                 self._add(process, place, record, f"{record.event}{with_version}")
+            case NoteRecord() if process == COORDINATOR and (what := record.not_summed):
+                self._add(process, place, record, f"a secure sum {what}", notable=True, merged=True)
             case NoteRecord(event=LogEvent.HELLO_REFUSED):
                 what = f"was not admitted: {str(record.facts.get('reason')).replace('_', ' ')}"
                 self._add(process, place, record, what, notable=True, merged=True)

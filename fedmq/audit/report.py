@@ -6,7 +6,7 @@ import csv
 import io
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -209,7 +209,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit shows, in one sentence each."""
+    """What an audit shows, in one sentence or in a list of lines each."""
 
     holds: str  # what holds
     not_proven: str  # what is not proven
@@ -223,14 +223,22 @@ def verdict(audit: Audit, evidence: Evidence) -> Verdict:
         return _of_missing_logs(audit)
     if audit.findings:
         return _of_findings(audit)
-    since = " The heads are the noted ones: nothing was changed since the heads were noted."
-    but = ", except for the last records of each log" if audit.ends else ""
-    signed = "Each log is signed by its process and anchored in the logs of its peers, so that a change takes the "
-    signed += f"keys of all {len(audit.records)} processes{but}"
+    holds = [f"{_agreement(audit)} with {_files(audit)}"]
     if len(audit.records) == 1:
-        signed = "The log is signed by its process"
-    holds = f"What holds: {_agreement(audit)} with {_files(audit)}. {signed}.{since if evidence.heads else ''}"
-    return Verdict(holds, f"Not proven: {'; '.join(_doubts(audit, evidence))}.")
+        holds.append("the log is signed by its process")
+    else:
+        but = ", except for the last records of each log" if audit.ends else ""
+        holds.append("each log is signed by its process and anchored in the logs of its peers")
+        holds.append(f"so a change takes the keys of all {len(audit.records)} processes{but}")
+    if audit.through_sums and audit.compared:
+        holds.append("updates left the silos masked only, and each silo signed its keys of each secure sum")
+    if evidence.heads:
+        holds.append("the heads are the noted ones: nothing was changed since the heads were noted")
+    return Verdict(_lines("What holds", holds), _lines("Not proven", [*_doubts(audit, evidence)]))
+
+
+def _lines(title: str, facts: Sequence[str]) -> str:
+    return "\n- ".join([f"{title}:", *facts])
 
 
 def outcome(audit: Audit) -> str:
@@ -296,12 +304,14 @@ def _files(audit: Audit) -> str:
     return "the figures of the run folder that they record: model digest, metrics, traffic and merges"
 
 
-def _uncovered(audit: Audit, evidence: Evidence) -> str:
+def _uncovered(audit: Audit, evidence: Evidence) -> Iterator[str]:
     """What no log records."""
     if not audit.compared:
-        return "real times, memory and losses"
+        yield "the real times, memory and losses, which no signature covers"
+        return
     beside = ["report_data.json", "status.json", "checkpoints/", *(["profile/"] if evidence.profiled else [])]
-    return f"real times and memory in summary.json, and {enumerated(beside)}"
+    yield "the real times and memory in summary.json, which no signature covers"
+    yield f"{enumerated(beside)}, which no signature covers"
 
 
 def differing_page(folder: RunFolder, audit: Audit) -> str | None:
@@ -336,14 +346,14 @@ def _doubts(audit: Audit, evidence: Evidence) -> Iterator[str]:
     yield f"that the holders of all keys did not collude to write false logs{before}"
     if audit.ends:
         named = _listed([f"{count} of {name}" for name, count in audit.ends.items()])
-        yield f"that no signer changed the last records of its log ({named}), for which fewer keys are enough"
+        yield f"that no signer changed the last records of its log, for which fewer keys are enough: {named}"
     if evidence.keys is None:
         yield "whose keys these are (compare fingerprints, or give --keys DIR)"
     elif audit.keyless:
         yield _keyless(audit, evidence.keys)
     if evidence.former:
         yield f"that no one else held the keys of {_listed(list(evidence.former))} that were replaced or removed"
-    yield f"the {_uncovered(audit, evidence)}, which no signature covers"
+    yield from _uncovered(audit, evidence)
     if evidence.page is not None:
         yield printable(evidence.page)
     yield "when it happened, unless an external time stamp of the heads shows it"

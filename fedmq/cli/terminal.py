@@ -276,7 +276,7 @@ def _privacy(summary: RunSummary) -> str:
         if spent is not None:
             plain = f"; sent without noise: {', '.join(spent.without_noise)}" if spent.without_noise else ""
             epsilon = f"epsilon {spent.epsilon:.3g} at delta {spent.delta:g}"
-            lines += f"{what}: {epsilon} after {spent.tasks} tasks of a silo{plain}\n"
+            lines += f"{what}: {epsilon} after {counted(spent.tasks, 'task')} of a silo{plain}\n"
     return lines
 
 

@@ -179,6 +179,29 @@ class Privacy(Part):
         return self
 
     @property
+    def in_words(self) -> str:
+        """What protects the updates, for the report of a run."""
+        sums, told = self.secure_aggregation is not None, list[str]()
+        if sums:
+            told.append("The coordinator learned weighted sums of the updates, and none of the updates.")
+        if self.items is not None:
+            noise = self.items.noise_multiplier
+            told.append(f"Local steps clip groups of items, with noise of {noise} times the norm.")
+        if self.clip_norm is not None and not self.noise_multiplier:
+            told.append(f"Updates were clipped to norm {self.clip_norm}, without noise: there is no formal guarantee.")
+        elif self.clip_norm is not None:
+            source = (
+                "each silo's private key" if self.noise_from == "key" else "the scenario's seed, which anyone may know"
+            )
+            noised = "their sum was noised" if sums else "noised"
+            told.append(
+                f"Updates were clipped to norm {self.clip_norm} and {noised} (multiplier {self.noise_multiplier})."
+            )
+            told.append(f"The noise comes from {source}. fedmq audit computes epsilon.")
+        unprotected = "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
+        return " ".join(told) or unprotected
+
+    @property
     def noised(self) -> bool:
         """Whether anything that silos send, or their local steps, get noise."""
         in_steps = self.items is not None and self.items.noise_multiplier > 0

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, model_val
 from fedmq.errors import InputError
 from fedmq.storage.json_files import DateTime, Digest, Stored
 from fedmq.storage.regular_files import MAX_LINE, bounded_lines, open_regular
+from fedmq.text import first_few
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.messages import SESSION_BYTES, Header, Kind, Reason
@@ -129,6 +130,18 @@ class NoteRecord(_Noted):
     # Number ``n`` of an earlier record of this log, which led to this one: an event on the timeline, or a note of what
     # peers or the operator did.
     caused_by: _CausedBy = None
+
+    @property
+    def not_summed(self) -> str:
+        """What the secure sum of a round did not change; empty for other notes."""
+        match self.event:
+            case LogEvent.BRANCH_LEFT_ALONE:
+                return f"left {self.facts.get('branch')} unchanged"
+            case LogEvent.ROWS_LEFT_ALONE:
+                return f"left {first_few(str(self.facts.get('rows')).split(', '))} unchanged"
+            case LogEvent.SUM_ENDED:
+                return "merged nothing"
+        return ""
 
 
 class TimelineRecord(_Noted):

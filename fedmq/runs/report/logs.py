@@ -12,7 +12,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.runs.report.html import COLOURS, Figure
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
-from fedmq.text import Progress, counted, tell
+from fedmq.text import Progress, counted, first_few, tell
 from fedmq.wire.log_events import LogEvent, TimelineEvent
 from fedmq.wire.log_records import (
     LogRecord,
@@ -84,6 +84,8 @@ class LogFacts:
     end: float = 0.0  # the run's last recorded time [s]
     began: str = ""  # date and time of the first record (UTC); empty without records
     resumed: bool = False  # whether the run was resumed or extended
+    # What secure sums did not change, with the rounds and the reason in the first of them.
+    not_summed: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
 
 def add_records(facts: LogFacts, lines: Iterable[bytes]) -> None:
@@ -129,6 +131,9 @@ def _count(facts: LogFacts, record: MessageRecord) -> None:
 
 
 def _note(facts: LogFacts, record: NoteRecord, kind: LogEvent) -> None:
+    if what := record.not_summed:
+        why = str(record.facts.get("why") or "too few silos have them, or one dropped out")
+        facts.not_summed.setdefault(what, ([], why))[0].append(str((record.version or 0) + 1))
     silo = str(record.facts.get("silo") or record.facts.get("peer") or "")
     if kind is LogEvent.REPLY_DISCARDED:
         task = facts.tasks.get((silo, _sequence(record)))
@@ -149,6 +154,12 @@ def incidents_text(facts: LogFacts) -> str:
     """Numbers of incidents by kind, ``3 connection lost, 1 excluded``; empty without any."""
     numbers = Counter(incident.kind for incident in facts.incidents)
     return ", ".join(f"{numbers[kind]} x {name}" for kind, (name, _) in _INCIDENTS.items() if numbers[kind])
+
+
+def unsummed(facts: LogFacts) -> Iterator[str]:
+    """A sentence for each part of the model that a secure sum left as it was."""
+    for what, (rounds, why) in facts.not_summed.items():
+        yield f"Secure sums {what} in {'round' if len(rounds) == 1 else 'rounds'} {first_few(rounds)}: {why}."
 
 
 def time_axis(scenario: Scenario) -> str:

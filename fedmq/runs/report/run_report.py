@@ -25,7 +25,7 @@ from fedmq.runs.data_records import ReportData
 from fedmq.runs.report import figures
 from fedmq.runs.report.figures import SiloResult, interval
 from fedmq.runs.report.html import COLOURS, Figure, colour, render
-from fedmq.runs.report.logs import LogFacts, LoggedFacts, incidents_text, read_logs, time_axis, timeline
+from fedmq.runs.report.logs import LogFacts, LoggedFacts, incidents_text, read_logs, time_axis, timeline, unsummed
 from fedmq.runs.results import (
     chosen_by_validation,
     gallery_of,
@@ -114,7 +114,7 @@ def page_of(folder: RunFolder, captions: Mapping[str, ReportedValue], logged: Lo
         traffic=figures.traffic(summary),
         space=None if data is None else figures.space(data.before, data.after),
         left=_left(logged.sent, summary),
-        protection=protection(scenario),
+        protection=scenario.privacy.in_words,
         metrics=_metric_table(summary, untrained, custom),
         items_each=items_each(summary),
         fairness=[(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
@@ -335,7 +335,7 @@ def _by_kind(sizes: Mapping[str, int], decoded: Mapping[str, int]) -> str:
 def _sent(summary: RunSummary, scenario: Scenario) -> Answer:
     up, down = summary.bytes.up, summary.bytes.down
     by_kind = _by_kind(up, summary.bytes.decoded_up), _by_kind(down, summary.bytes.decoded_down)
-    lines = [f"Up: {by_kind[0]}.", f"Down: {by_kind[1]}.", protection(scenario)]
+    lines = [f"Up: {by_kind[0]}.", f"Down: {by_kind[1]}.", scenario.privacy.in_words]
     return "What left the sites?", f"{size_text(sum(up.values()))} up, {size_text(sum(down.values()))} down", lines
 
 
@@ -351,29 +351,16 @@ def _failures(summary: RunSummary, facts: LogFacts) -> Answer:
         lines.append(f"Refused replies or errors: {name_some(list(summary.unusable_replies))}.")
     if happened := incidents_text(facts):
         lines.append(f"{happened}.")
+    told = list(unsummed(facts))
+    lines += told[:_TOLD]
+    if len(told) > _TOLD:
+        lines.append(f"{len(told) - _TOLD} more of this kind: fedmq audit --verbose.")
     if summary.unevaluated:
         lines.append(f"{counted(len(summary.unevaluated), 'evaluation')} without an answer.")
     bad = tasks.failed + tasks.discarded
     parts = [counted(bad, "task")] if bad else []
     parts += [counted(refused, "message")] if refused else []
     return "What failed or was refused?", " and ".join(parts) or "no task, no message", lines
-
-
-def protection(scenario: Scenario) -> str:
-    """What protects the updates."""
-    privacy = scenario.privacy
-    if privacy.items is not None and privacy.clip_norm is None:
-        return f"Local steps clip groups of items, with noise of {privacy.items.noise_multiplier} times the norm."
-    if privacy.clip_norm is None:
-        return "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
-    if not privacy.noise_multiplier:
-        return f"Updates were clipped to norm {privacy.clip_norm}, without noise: there is no formal guarantee."
-    own = privacy.noise_from == "key"
-    source = "each silo's private key" if own else "the scenario's seed, which anyone may know"
-    return (
-        f"Updates were clipped to norm {privacy.clip_norm} and noised (multiplier {privacy.noise_multiplier}); "
-        f"the noise comes from {source}. fedmq audit computes epsilon."
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ several runs

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from rich.console import Console
 from rich.markup import escape
 
@@ -23,7 +23,7 @@ from fedmq.audit.findings import Cause, Finding
 from fedmq.audit.log_checks import Audit
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Name, Part
-from fedmq.config.yaml_files import input_error, read_yaml
+from fedmq.config.yaml_files import read_yaml, validated
 from fedmq.errors import InputError
 from fedmq.text import printable
 from fedmq.wire.log_records import Frame, MessageRecord, read_log
@@ -121,10 +121,7 @@ def read_policy(path: Path) -> Policy:
         InputError: it cannot be read, a key or value is not allowed, or it limits nothing.
     """
     raw = read_yaml(path, "a policy")
-    try:
-        policy = Policy.model_validate(raw)
-    except ValidationError as error:
-        raise input_error(error, path, raw, Policy) from None
+    policy = validated(Policy, raw, path)
     strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
         raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has its own key")

@@ -20,7 +20,7 @@ from fedmq.config.faults import Fault
 from fedmq.config.plug_ins import UserFileError
 from fedmq.config.run_id import name_of
 from fedmq.config.scenario import Backbone, Data, Objective, ProtocolChoice, Scenario, long_form
-from fedmq.config.yaml_files import ERRORS, input_error, place_of, read_yaml
+from fedmq.config.yaml_files import ERRORS, place_of, read_yaml, validated
 from fedmq.config.yaml_files import parse as parse_yaml
 from fedmq.errors import InputError
 from fedmq.packages import SCENARIOS
@@ -147,10 +147,7 @@ def parse(raw: Mapping[str, object], path: Path, overridden: Sequence[str] = ())
     for command, kind in (("compare", "comparison"), ("sweep", "comparison"), ("tune", "tuning")):
         if command in raw:
             raise InputError(str(path), f"a {kind} file", f"a scenario; run it with fedmq {command} {path}")
-    try:
-        return Scenario.model_validate(raw)
-    except ValidationError as error:
-        raise input_error(error, path, raw, Scenario, overridden) from None
+    return validated(Scenario, raw, path, overridden)
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Scenario:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from fedmq.config import plug_ins
 from fedmq.config.resolve import DATA_PATHS, absolute
 from fedmq.config.scenario import Data, Device, Scenario
 from fedmq.config.sections import Modality, Name, Part
-from fedmq.config.yaml_files import input_error, place_of, read_yaml
+from fedmq.config.yaml_files import place_of, read_yaml, validated
 from fedmq.errors import InputError
 
 _ALLOWED = "a site file (YAML) with a key such as data; docs/howto/own_sites.md describes it"
@@ -65,10 +65,7 @@ def read_site(path: Path) -> Site:
         raise InputError(error.place, error.found, _ALLOWED) from None
     if "file" in raw:
         raise InputError(place_in(path, "file"), raw["file"], "no such key: fedmq sets it")
-    try:
-        site = Site.model_validate(raw)
-    except ValidationError as error:
-        raise input_error(error, path, raw, Site) from None
+    site = validated(Site, raw, path)
     try:
         places = {key: getattr(site, key) for key in ("keys", "cache", "out", "policy")}
         changes: dict[str, object] = {

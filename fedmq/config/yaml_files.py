@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -26,6 +26,7 @@ from fedmq.errors import ConflictError, InputError, line_of
 from fedmq.storage.json_files import Problem
 from fedmq.text import did_you_mean, first_few
 
+M = TypeVar("M", bound=BaseModel)
 #: Maximum size of a file [bytes].
 MAX_BYTES = 1 << 18
 #: Maximum number of values after each alias has been replaced by what it stands for.
@@ -184,10 +185,21 @@ def place_of(path: Path, location: Location, settings: Sequence[str] = ()) -> st
     return f"{path}" + (f": line {line}" if line else "") + (f": {key}" if key else "")
 
 
-def input_error(
-    error: ValidationError, path: Path, raw: object, model: type[BaseModel], settings: Sequence[str] = ()
+def validated(model: type[M], raw: object, path: Path, settings: Sequence[str] = ()) -> M:
+    """A file's content as the model that describes it.
+
+    Raises:
+        InputError: the first error that pydantic found, as one line with file, line and key, or the setting.
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise _input_error(error, path, raw, model, settings) from None
+
+
+def _input_error(
+    error: ValidationError, path: Path, raw: object, model: type[BaseModel], settings: Sequence[str]
 ) -> InputError:
-    """The first error that pydantic found in ``raw``, as one line with file, line and key, or the setting."""
     # A misspelt key causes two errors, unknown and missing: the unknown key helps more.
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN)
     located = [(_as_written(details, raw), details) for details in errors]

@@ -172,8 +172,9 @@ def checked(raw: RawSet, labels: Sequence[Collection[str]] = ()) -> RawSet:
         InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
     """
     if labels:
-        hot, names = _multi_hot(one_spelling(labels), raw.label_names)
-        raw = replace(raw, labels=hot, label_names=names)
+        labels = one_spelling(labels)
+        names = tuple(raw.label_names or sorted({name for item in labels for name in item}))
+        raw = replace(raw, labels=multi_hot(labels, names) if names else None, label_names=names)
     if len(raw) < 2:
         raise InputError(raw.place, f"{len(raw)} items", "at least 2: one to train on, one to test on")
     twice = [key for key, count in Counter(raw.keys).items() if count > 1]
@@ -217,14 +218,13 @@ def whole(text: str, place: str) -> str:
 # --- labels and files -----------------------------------------------------------------------------------------------
 
 
-def _multi_hot(labels: Sequence[Collection[str]], names: Sequence[str]) -> tuple[U8 | None, tuple[str, ...]]:
-    """Labels uint8 [n, L] and their L names; None and an empty tuple if there are no labels."""
-    names = tuple(names or sorted({name for item in labels for name in item}))
+def multi_hot(items: Sequence[Collection[str]], names: Sequence[str]) -> U8:
+    """Which of the names, labels or words, each item has: 0/1 uint8 [n, L]."""
     column = {name: index for index, name in enumerate(names)}
-    hot = np.zeros((len(labels), len(names)), dtype=np.uint8)
-    for row, item in enumerate(labels):
+    hot = np.zeros((len(items), len(names)), dtype=np.uint8)
+    for row, item in enumerate(items):
         hot[row, [column[name] for name in item]] = 1
-    return (hot, names) if names else (None, ())
+    return hot
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from fedmq.config.resolve import ResolvedRun, apply_settings
 from fedmq.config.scenario import Scenario
 from fedmq.config.sections import Count
 from fedmq.config.site import Site
-from fedmq.config.yaml_files import input_error, read_yaml
+from fedmq.config.yaml_files import read_yaml, validated
 from fedmq.errors import InputError
 from fedmq.evaluation.custom_metrics import measures_of
 from fedmq.evaluation.metrics import known_names
@@ -126,10 +126,7 @@ def read_comparison(path: Path) -> ComparisonFile | None:
         return None
     if all(kind in raw for kind in KINDS):
         raise InputError(str(path), "both compare and sweep", "one of them")
-    try:
-        file = ComparisonFile.model_validate(raw)
-    except ValidationError as error:
-        raise input_error(error, path, raw, ComparisonFile) from None
+    file = validated(ComparisonFile, raw, path)
     if file.kind == "compare" and ON_VALIDATION in file.select:
         raise InputError(f"{path}: select", ON_VALIDATION, "with sweep; here [METHOD:]KEY=A,B,...")
     for name in file.scenarios:
@@ -294,10 +291,7 @@ def read_search(path: Path) -> TuneFile:
     raw = read_yaml(path, "a tuning")
     if "tune" not in raw:
         raise InputError(str(path), "no key tune", "a tuning file, see docs/howto/tune.md")
-    try:
-        spec = TuneFile.model_validate(raw)
-    except ValidationError as error:
-        raise input_error(error, path, raw, TuneFile) from None
+    spec = validated(TuneFile, raw, path)
     if not is_file(path.parent / spec.tune):
         raise InputError(f"{path}: tune", spec.tune, f"a scenario file, relative to {path.parent}")
     return spec

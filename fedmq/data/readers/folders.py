@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fedmq.config.scenario import Data
-from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, read_text
+from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_text
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.image_sets import ImageFiles, exists, files_below, is_leftover
 from fedmq.encoders.images import IMAGE_ENDINGS
@@ -215,15 +215,6 @@ def read_pascal(data: Data) -> RawSet:
 NUS_LABELS = 21
 
 
-def _bags(tags: Sequence[Sequence[str]], vocabulary: Sequence[str]) -> U8:
-    """Bags of words: 0/1 uint8 [n, V] over the vocabulary."""
-    column = {word: index for index, word in enumerate(vocabulary)}
-    bag = np.zeros((len(tags), len(vocabulary)), dtype=np.uint8)
-    for row, words in enumerate(tags):
-        bag[row, [column[word] for word in words]] = 1
-    return bag
-
-
 def _named(words: Sequence[str]) -> tuple[str, ...]:
     """A vocabulary as :class:`RawSet` has it; none if a word is listed twice."""
     return tuple(words) if len(set(words)) == len(words) else ()
@@ -283,7 +274,7 @@ def mirflickr_photos(data: Data) -> RawSet:
             keys=tuple(f"im{number}" for number in numbers),
             images=ImageFiles(tuple(root / f"im{number}.jpg" for number in numbers)),
             captions=tuple((" ".join(words),) for words in tags),
-            bag=_bags(tags, vocabulary),
+            bag=multi_hot(tags, vocabulary),
             vocabulary=_named(vocabulary),
             labels=labels,
             label_names=tuple(path.stem for path in files),

@@ -205,7 +205,7 @@ def show_data(facts: DataFacts) -> None:
 def _show_overlaps(found: Sequence[Overlap]) -> None:
     """Print the images and captions that two sites have, or two splits."""
     rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
-    line = f"{counted(len(found), 'pair')} of splits of the silos share images or captions"
+    line = f"{counted(len(found), 'pair')} of splits of the silos with the same images or captions"
     print_line(f"{line}{rest}{':' if found else ''}")
     for each in found[:SHOWN]:
         counts = ((each.images, "image"), (each.captions, "caption"))

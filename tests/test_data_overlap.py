@@ -74,6 +74,7 @@ def test_items_at_two_sites_are_counted_by_split_and_named_at_their_site(
     ]
     assert found["items"] == ["2-0", "2-4", "2-5"]
     told = printed("data", "overlap", *files)
+    assert "2 pairs of splits of the silos with the same images or captions:" in told
     assert "  silo-00 train, silo-01 test: 1 image and 2 captions; figures measured on these held-out items are" in told
 
 

@@ -202,3 +202,4 @@ def test_each_silo_is_left_out_once_and_shared_groups_are_run_once(
     with (tmp_path / "out" / "table.csv").open() as file:
         assert [line["silo"] for line in csv.DictReader(file)] == list(resolved(tiny).silo_names)
     assert "Shapley value of each silo" in (tmp_path / "out" / "plots.html").read_text()
+    assert f"contribution: {more['all']:.4f} minus that" in (tmp_path / "out" / "table.md").read_text()

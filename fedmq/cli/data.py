@@ -213,7 +213,7 @@ def _show_overlaps(found: Sequence[Overlap]) -> None:
         shared = " and ".join(counted(count, what) for count, what in counts if count)
         spoiled = "; figures measured on these held-out items are too high" if each.spoils else ""
         lines.append(f"{' '.join(each.one)}, {' '.join(each.other)}: {shared}{spoiled}")
-    _print_some(f"{counted(len(found), 'pair')} of splits of the silos share images or captions", lines)
+    _print_some(f"{counted(len(found), 'pair')} of splits of the silos with the same images or captions", lines)
 
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str]) -> None:

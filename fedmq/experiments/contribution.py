@@ -241,8 +241,8 @@ def _notes(scenario: Scenario, values: tuple[float, float], metric: str, orders:
     whole, start = (number(value, value) for value in values)
     notes = [
         f"{metric} {whole} with all {len(scenario.silo_names)} silos, {start} untrained",
-        f"without it: {metric} of the run without the silo; contribution: that with all silos minus that, exact for "
-        f"seed {scenario.seed}, with other values for other seeds",
+        f"without it: {metric} of the run without the silo",
+        f"contribution: {whole} minus that, exact for seed {scenario.seed}; other seeds give other values",
     ]
     if orders:
         interval = ", with a 95 % t-interval over orders" if orders > 1 else ""

@@ -312,8 +312,8 @@ def test_the_first_screen_says_the_peak_who_is_left_behind_and_what_failed(tiny:
         ),
         (
             {"statistics": {"loss": {"clip_norm": 5, "noise_multiplier": 4}}},
-            "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them. Also clipped "
-            "and noised: loss (multiplier 4).",
+            "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them. Also "
+            "clipped and noised: loss (multiplier 4).",
         ),
     ],
 )

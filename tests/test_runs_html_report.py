@@ -310,6 +310,11 @@ def test_the_first_screen_says_the_peak_who_is_left_behind_and_what_failed(tiny:
             "norm 1.0 and their sum was noised (multiplier 4.0). The noise comes from the scenario's seed, which "
             "anyone may know. fedmq audit computes epsilon.",
         ),
+        (
+            {"statistics": {"loss": {"clip_norm": 5, "noise_multiplier": 4}}},
+            "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them. Also "
+            "clipped and noised: loss (multiplier 4).",
+        ),
     ],
 )
 def test_the_report_says_what_protected_the_updates(privacy: dict[str, Any], words: str) -> None:

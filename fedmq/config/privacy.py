@@ -198,8 +198,10 @@ class Privacy(Part):
                 f"Updates were clipped to norm {self.clip_norm} and {noised} (multiplier {self.noise_multiplier})."
             )
             told.append(f"The noise comes from {source}. fedmq audit computes epsilon.")
-        unprotected = "Updates were neither clipped nor noised: the coordinator saw them as the silos computed them."
-        return " ".join(told) or unprotected
+        if not told:
+            told.append("Updates were neither clipped nor noised: the coordinator saw them as the silos computed them.")
+        others = (f"{kind} (multiplier {noise.noise_multiplier:g})" for kind, noise in self.statistics.items())
+        return " ".join(told) + (f" Also clipped and noised: {', '.join(others)}." if self.statistics else "")
 
     @property
     def noised(self) -> bool:
